@@ -1,0 +1,64 @@
+"""Fixtures and hooks of all tests: float64, strict modes, and T5X or no T5X."""
+
+import importlib.util
+import os
+import pathlib
+import tempfile
+
+# Before jax is imported: one CPU device here (tests that want more start processes),
+# and compiled programs are kept between runs, the best single speed-up of the suite.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(tempfile.gettempdir()) / "t5x_fwdloss-jax-cache"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+import jax
+import pytest
+
+MISSING = [
+    name
+    for name in ("t5x", "airio", "jestimator")
+    if importlib.util.find_spec(name) is None
+]
+_counts = {"ran": 0, "skipped": 0}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("t5x") is None:
+            continue
+        # T5X and what it imports warn of deprecations that are not ours to mend.
+        item.add_marker(pytest.mark.filterwarnings("default"))
+        if MISSING:
+            reason = f"T5X cannot be imported here: {', '.join(MISSING)} not found"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_logreport(report):
+    if "t5x" not in report.keywords:
+        return
+    if report.when == "call" and not report.skipped:
+        _counts["ran"] += 1
+    elif report.skipped:
+        _counts["skipped"] += 1
+
+
+def pytest_terminal_summary(terminalreporter):
+    reason = f" ({', '.join(MISSING)} not found)" if MISSING else ""
+    terminalreporter.write_line(
+        f"T5X tests: {_counts['ran']} ran, {_counts['skipped']} skipped{reason}"
+    )
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def repository():
+    return pathlib.Path(__file__).resolve().parent.parent
