@@ -1,0 +1,134 @@
+"""The one override of `loss_fn` and `score_batch`, for T5X's models and our own.
+
+`LossMixin` needs from the class beside it: `_compute_logits`, `_compute_metrics`, and
+the settings `_loss_impl`, `_loss_chunk_length`, `_label_smoothing`, `_z_loss`,
+`_loss_normalizing_factor`. It holds no state of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_fwdloss import losses
+
+Batch = Mapping[str, Any]
+
+
+class LossMixin:
+    """T5X's training loss, evaluation loss and scores, with the loss exchanged.
+
+    The value is T5X's: the weighted cross entropy with label smoothing and z-loss,
+    divided by the loss normalizing factor; `loss_impl` chooses which derivatives it
+    has (see `t5x_fwdloss.losses.IMPLEMENTATIONS`).
+    """
+
+    _loss_impl: str
+    _loss_chunk_length: int | None
+    _label_smoothing: float
+    _z_loss: float
+    _loss_normalizing_factor: Any
+
+    def loss_fn(self, params, batch: Batch, dropout_rng: jax.Array | None):
+        """The loss and T5X's metrics of one batch.
+
+        Args:
+            params: parameter tree of the network.
+            batch: model features, `[batch, length]` each.
+            dropout_rng: key of the dropout masks; None turns dropout off.
+
+        Returns:
+            `(loss, metrics)`, as `t5x.models.BaseTransformerModel.loss_fn`.
+        """
+        factor, weights = losses.get_loss_normalizing_factor_and_weights(
+            self._loss_normalizing_factor, batch
+        )
+        targets = batch["decoder_target_tokens"]
+        logits = self._compute_logits(params, batch, dropout_rng)
+        loss, z_loss, _ = self._cross_entropy(logits, targets, weights, factor)
+        metrics = self._compute_metrics(
+            logits=logits,
+            targets=targets,
+            mask=weights,
+            loss=loss,
+            z_loss=z_loss,
+            segment_ids=segment_ids_for_metrics(batch),
+        )
+        return loss, metrics
+
+    def loss_sum(self, params, batch: Batch, dropout_rng: jax.Array | None = None):
+        r"""The loss of one batch before normalization, and its normalizer.
+
+        The loss of many batches is $\sum_b n_b / W$ with $n_b$ the numerator returned
+        here: $W = \sum_b m_b$ for the special factors (real tokens, all tokens, per
+        sequence), $W = m_b$ for a constant factor, and $W = 1$ for none.
+
+        Returns:
+            `(numerator, normalizer)`: the weighted sum of token losses, smoothing and
+            z-loss included; and the batch's factor, 1 where none is set.
+        """
+        factor, weights = losses.get_loss_normalizing_factor_and_weights(
+            self._loss_normalizing_factor, batch
+        )
+        targets = batch["decoder_target_tokens"]
+        logits = self._compute_logits(params, batch, dropout_rng)
+        numerator, _, _ = self._cross_entropy(logits, targets, weights, None)
+        return numerator, jnp.asarray(1.0 if factor is None else factor, jnp.float32)
+
+    def score_batch(self, params, batch: Batch, return_intermediates: bool = False):
+        """Log likelihood of each target sequence, without z-loss or smoothing.
+
+        Returns:
+            `[batch]` scores, the weighted sum of the tokens' log probabilities; with
+            `return_intermediates` also the network's sown values, as T5X returns them.
+        """
+        weights = batch["decoder_loss_weights"]
+        targets = batch["decoder_target_tokens"]
+        if return_intermediates:
+            logits, variables = self._compute_logits(
+                params=params, batch=batch, mutable=["intermediates"]
+            )
+        else:
+            logits, variables = self._compute_logits(params=params, batch=batch), {}
+        token_scores = -losses.weighted_token_cross_entropy(
+            logits, targets, weights, impl=self._loss_impl
+        )
+        scores = token_scores.sum(-1)
+        if not return_intermediates:
+            return scores
+        intermediates = _unfreeze(variables.get("intermediates", {}))
+        # Singleton tuples, because sown values are tuples of all their occurrences.
+        intermediates.setdefault("decoder", {}).update(
+            target_tokens=(targets,),
+            loss_weights=(weights,),
+            token_scores=(token_scores,),
+        )
+        return scores, intermediates
+
+    def _cross_entropy(self, logits, targets, weights, factor):
+        return losses.compute_weighted_cross_entropy(
+            logits,
+            targets,
+            weights=weights,
+            label_smoothing=self._label_smoothing,
+            z_loss=self._z_loss,
+            loss_normalizing_factor=factor,
+            impl=self._loss_impl,
+        )
+
+
+def segment_ids_for_metrics(batch: Batch) -> dict[str, Any]:
+    """Segment ids by feature: those of a packed batch, else the padding masks."""
+    suffix = "_segment_ids"
+    packed = {k.removesuffix(suffix): v for k, v in batch.items() if k.endswith(suffix)}
+    if packed:
+        return packed
+    names = ("encoder_input_tokens", "decoder_target_tokens")
+    return {k: v != 0 for k, v in batch.items() if k in names}
+
+
+def _unfreeze(tree):
+    if isinstance(tree, Mapping):
+        return {k: _unfreeze(v) for k, v in tree.items()}
+    return tree
