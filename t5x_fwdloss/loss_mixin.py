@@ -5,7 +5,7 @@ the settings `_loss_impl`, `_loss_chunk_length`, `_label_smoothing`, `_z_loss`,
 `_loss_normalizing_factor`. It holds no state of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ class LossMixin:
     _label_smoothing: float
     _z_loss: float
     _loss_normalizing_factor: Any
+    _compute_logits: Callable[..., Any]
+    _compute_metrics: Callable[..., Any]
 
     def loss_fn(self, params, batch: Batch, dropout_rng: jax.Array | None):
         """The loss and T5X's metrics of one batch.

@@ -1,0 +1,46 @@
+# One command per job. `make help` lists them.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+QUICKSTART_DIR ?= quickstart
+# The files that are checked: everything of ours, found by git, never listed by hand.
+SOURCES := t5x_fwdloss configs tests scripts setup.py
+
+.PHONY: help setup t5x quickstart test lint format bench clean
+
+help:
+	@echo "setup       make $(VENV) from constraints.txt (nothing to do when up to date)"
+	@echo "t5x         let $(VENV) find T5X: make t5x T5X_SOURCES='../t5x ../airio ../jestimator'"
+	@echo "quickstart  train a tiny T5 on spelling to phonemes, and analyze its checkpoint"
+	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
+	@echo "lint        ruff, codespell, basedpyright"
+	@echo "format      ruff format and import order"
+	@echo "bench       the benchmarks behind the numbers in README.md"
+
+setup: $(VENV)/.complete
+
+# The stamp is written last, so that an interrupted installation is done again.
+$(VENV)/.complete: setup.py constraints.txt pyproject.toml
+	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else 'Python 3.11 is needed (constraints.txt is tested on it): got %d.%d; say make PYTHON=python3.11' % v)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[t5x-deps,test]'
+	touch $@
+
+# T5X is on no package index: its source folders are named in a .pth file.
+t5x: setup
+	$(BIN)/python scripts/link_t5x.py $(T5X_SOURCES)
+
+test: setup
+	$(BIN)/python -m pytest
+	$(BIN)/python scripts/check_readme.py README.md
+
+lint: setup
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/codespell $(SOURCES) README.md CHANGELOG.md Makefile
+	$(BIN)/basedpyright --level error
+
+format: setup
+	$(BIN)/ruff check --fix-only $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
