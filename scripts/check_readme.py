@@ -33,6 +33,7 @@ def problems(path: pathlib.Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Exit status of the command line."""
     status = 0
     for argument in arguments:
         path = pathlib.Path(argument).resolve()

@@ -15,6 +15,7 @@ NAMES = ("t5x", "airio", "jestimator")
 
 
 def main(arguments: list[str]) -> int:
+    """Exit status of the command line."""
     folders = [pathlib.Path(argument).resolve() for argument in arguments]
     missing = [
         name
