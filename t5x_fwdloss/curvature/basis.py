@@ -1,0 +1,256 @@
+r"""An orthonormal basis of vectors, stacked in blocks that are read as one array.
+
+Block $B$ holds `rows_per_block` vectors: each leaf is `[rows, ...]`, sharded like the
+parameter, the rows not yet filled are zero. One pass of Gram-Schmidt over a block,
+$w \leftarrow w - B^T (B w)$, is two reads of it; doing the same vector by vector from
+the host would read and write $w$ for each. Blocks may live in host memory: then one
+block at a time visits the device.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from t5x_fwdloss.curvature import probes, trees
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _constrain(tree, shardings):
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [
+        leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _coefficients(block, w):
+    def one(rows, leaf):
+        axes = tuple(range(1, rows.ndim)), tuple(range(leaf.ndim))
+        return jax.lax.dot_general(rows, leaf, (axes, ((), ())), precision=HIGHEST)
+
+    parts = jax.tree.leaves(jax.tree.map(one, block, w))
+    dtype = jnp.result_type(*parts)
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def _project_out(block, w, *, shardings):
+    c = _coefficients(block, w)
+    w = jax.tree.map(jnp.subtract, w, trees.combine(block, c))
+    return _constrain(w, shardings), c
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def _local_step(w, v, previous, coefficient, *, shardings):
+    """The three-term recurrence: w - c v_previous - <v, w> v, <v, w>, new norm."""
+    w = trees.axpy(-coefficient, previous, w)
+    alpha = trees.inner(v, w)
+    w = trees.axpy(-alpha, v, w)
+    return _constrain(w, shardings), alpha, trees.norm(w)
+
+
+@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="block")
+def _write_row(block, index, w, factor, *, shardings):
+    v = trees.scale(factor, w)
+    block = jax.tree.map(
+        lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
+        block,
+        v,
+    )
+    return _constrain(block, shardings)
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def _read_row(block, index, *, shardings):
+    v = jax.tree.map(
+        lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False),
+        block,
+    )
+    return _constrain(v, shardings)
+
+
+@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="total")
+def _add_rotated(total, rotation, block, *, shardings):
+    total = jax.tree.map(
+        lambda out, rows: (
+            out
+            + jnp.einsum(
+                "nk,k...->n...", rotation.astype(rows.dtype), rows, precision=HIGHEST
+            )
+        ),
+        total,
+        block,
+    )
+    return _constrain(total, shardings)
+
+
+@jax.jit
+def _gram(left, right):
+    def one(a, b):
+        axes = tuple(range(1, a.ndim))
+        return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), precision=HIGHEST)
+
+    parts = jax.tree.leaves(jax.tree.map(one, left, right))
+    dtype = jnp.result_type(*parts)
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+
+
+class Basis:
+    """Vectors stacked in blocks; grows row by row.
+
+    Attributes:
+      blocks: The stacked trees, an explicit state that can be saved as it is.
+      size: The number of vectors; rows beyond it are zero.
+    """
+
+    def __init__(
+        self,
+        like: PyTree,
+        *,
+        rows_per_block: int = 8,
+        on_host: bool = False,
+        blocks: list[PyTree] | None = None,
+        size: int = 0,
+    ):
+        """An empty basis, or one over the blocks of an earlier one.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          rows_per_block: Vectors in one block.
+          on_host: Whether full blocks are kept in pinned host memory.
+          blocks: Blocks of an earlier basis, as saved.
+          size: The number of vectors in `blocks`.
+        """
+        self.rows_per_block = rows_per_block
+        self.on_host = on_host
+        self.blocks = list(blocks or [])
+        self.size = size
+        self._like = jax.eval_shape(lambda tree: tree, like)
+        self.shardings = tuple(map(probes.sharding_of, jax.tree.leaves(like)))
+        self._stacked = tuple(map(probes.stacked_sharding, self.shardings))
+
+    def _empty(self, rows):
+        def make():
+            return jax.tree.map(
+                lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), self._like
+            )
+
+        out = None
+        if all(sharding is not None for sharding in self._stacked):
+            out = jax.tree.unflatten(jax.tree.structure(self._like), self._stacked)
+        return jax.jit(make, out_shardings=out)()
+
+    def _move(self, block, kind):
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)),
+            block,
+        )
+
+    def _fetch(self, number):
+        block = self.blocks[number]
+        if self.on_host and number < len(self.blocks) - 1:
+            device = next(iter(jax.tree.leaves(block)[0].sharding.device_set))
+            return self._move(block, device.default_memory().kind)
+        return block
+
+    def append(self, w: PyTree, factor: float) -> None:
+        """Appends the vector `factor * w`."""
+        number, row = divmod(self.size, self.rows_per_block)
+        if number == len(self.blocks):
+            if self.on_host and self.blocks:
+                self.blocks[-1] = self._move(self.blocks[-1], "pinned_host")
+            self.blocks.append(self._empty(self.rows_per_block))
+        self.blocks[number] = _write_row(
+            self.blocks[number], row, w, factor, shardings=self._stacked
+        )
+        self.size += 1
+
+    def row(self, index: int) -> PyTree:
+        """Vector number `index`."""
+        number, row = divmod(index, self.rows_per_block)
+        return _read_row(self._fetch(number), row, shardings=self.shardings)
+
+    def project_out(self, w: PyTree) -> tuple[PyTree, np.ndarray]:
+        """One pass of Gram-Schmidt: `w` without its part in the basis, and that part.
+
+        Args:
+          w: A vector.
+
+        Returns:
+          The rest of `w`, and the coefficients taken out, float64 `[size]`.
+        """
+        parts = []
+        for number in range(len(self.blocks)):
+            w, c = _project_out(self._fetch(number), w, shardings=self.shardings)
+            parts.append(c)
+        parts = [np.asarray(c, np.float64) for c in parts]
+        return w, np.concatenate([*parts, np.zeros(0)])[: self.size]
+
+    def combination(self, coefficients: np.ndarray) -> PyTree:
+        """The vector with the given coefficients, `[size]`."""
+        stacked = self._rotate(np.asarray(coefficients)[:, None])
+        return _read_row(stacked, 0, shardings=self.shardings)
+
+    def _rotate(self, rotation):
+        """Stacked vectors, the columns of `rotation` `[size, n]`."""
+        padded = np.zeros((len(self.blocks) * self.rows_per_block, rotation.shape[1]))
+        padded[: self.size] = rotation
+        total = self._empty(rotation.shape[1])
+        for number in range(len(self.blocks)):
+            rows = slice(
+                number * self.rows_per_block, (number + 1) * self.rows_per_block
+            )
+            total = _add_rotated(
+                total,
+                jnp.asarray(padded[rows].T, jnp.result_type(*jax.tree.leaves(total))),
+                self._fetch(number),
+                shardings=self._stacked,
+            )
+        return total
+
+    def rotated(self, rotation: np.ndarray) -> "Basis":
+        """The basis of the columns of `rotation`, `[size, n]`; this one stays as it is."""
+        columns = rotation.shape[1]
+        blocks = []
+        for start in range(0, columns, self.rows_per_block):
+            part = np.zeros((self.size, self.rows_per_block))
+            width = min(self.rows_per_block, columns - start)
+            part[:, :width] = rotation[:, start : start + width]
+            block = self._rotate(part)
+            last = start + self.rows_per_block >= columns
+            blocks.append(
+                self._move(block, "pinned_host") if self.on_host and not last else block
+            )
+        return Basis(
+            self.row(0),
+            rows_per_block=self.rows_per_block,
+            on_host=self.on_host,
+            blocks=blocks,
+            size=columns,
+        )
+
+    def gram(self) -> Float[np.ndarray, "size size"]:
+        """The inner products of all pairs of vectors, float64 on the host."""
+        rows = []
+        for i in range(len(self.blocks)):
+            left = self._fetch(i)
+            rows.append(
+                [
+                    np.asarray(_gram(left, self._fetch(j)), np.float64)
+                    for j in range(len(self.blocks))
+                ]
+            )
+        if not rows:
+            return np.zeros((0, 0))
+        return np.block(rows)[: self.size, : self.size]
+
+    def local_step(
+        self, w: PyTree, v: PyTree, previous: PyTree, coefficient: float
+    ) -> tuple[PyTree, Array, Array]:
+        """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm."""
+        return _local_step(w, v, previous, coefficient, shardings=self.shardings)

@@ -1,0 +1,167 @@
+r"""Hutchinson's estimate of a trace, $\frac1n \sum_i z_i^T A z_i$, with its error.
+
+Each probe $z_i$ has independent entries of mean zero and variance one, so every sample
+is unbiased. With random signs the variance is $2 \sum_{i \ne j} A_{ij}^2$, with Gaussian
+entries $2 \|A\|_F^2$.
+
+References:
+  Hutchinson 1990, A stochastic estimator of the trace of the influence matrix.
+"""
+
+import collections.abc
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+from jaxtyping import Float, PyTree
+
+from t5x_fwdloss.curvature import errors, krylov, probes, trees
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceEstimate:
+    """A trace with its error.
+
+    Attributes:
+      mean: The estimate.
+      standard_error: Its standard error, NaN for a single probe.
+      num_probes: The number of probes.
+      samples: The estimate of each probe, float64.
+      num_products: Products with the matrix.
+      interval: Two-sided confidence interval (Student's t).
+      confidence: The level of the interval.
+      converged: Whether the relative error asked for was met; None if none was asked.
+    """
+
+    mean: float
+    standard_error: float
+    num_probes: int
+    samples: Float[np.ndarray, " n"]
+    num_products: int
+    interval: tuple[float, float]
+    confidence: float
+    converged: bool | None = None
+
+
+def summarize(
+    samples: np.ndarray,
+    *,
+    num_products: int,
+    confidence: float = 0.95,
+    relative_error: float | None = None,
+) -> TraceEstimate:
+    """The mean of independent samples with its standard error and interval."""
+    n = len(samples)
+    mean = float(np.mean(samples))
+    error = float(np.std(samples, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+    half = (
+        float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1) * error)
+        if n > 1
+        else math.inf
+    )
+    met = None if relative_error is None else half <= relative_error * abs(mean)
+    return TraceEstimate(
+        mean=mean,
+        standard_error=error,
+        num_probes=n,
+        samples=np.asarray(samples, np.float64),
+        num_products=num_products,
+        interval=(mean - half, mean + half),
+        confidence=confidence,
+        converged=met,
+    )
+
+
+@jax.jit
+def _stacked_inner(u, v):
+    parts = [
+        jnp.sum(a * b, axis=tuple(range(1, a.ndim)))
+        for a, b in zip(jax.tree.leaves(u), jax.tree.leaves(v), strict=True)
+    ]
+    dtype = jnp.result_type(*parts)
+    return sum(part.astype(dtype) for part in parts)
+
+
+def hutchinson_trace(
+    matvec: krylov.Matvec,
+    params: PyTree,
+    key: probes.Key,
+    *,
+    num_probes: int = 32,
+    kind: probes.Kind = "rademacher",
+    relative_error: float | None = None,
+    confidence: float = 0.95,
+    block_size: int = 1,
+    on_probe: collections.abc.Callable[[np.ndarray], None] | None = None,
+    samples: np.ndarray | None = None,
+) -> TraceEstimate:
+    """The trace of a square map on the float parameters.
+
+    A product that holds NaN or Inf raises `NonFiniteError`.
+
+    Args:
+      matvec: The product: vector to vector; with `block_size` above one, vectors
+        stacked along the first axis to their products.
+      params: The parameters (or any vector), for shapes, paths and shardings.
+      key: A seed or key; probe `i` is drawn from `fold_in(key, i)`.
+      num_probes: The number of probes, at most; at least two for an error.
+      kind: The law of the probes.
+      relative_error: Stop as soon as half the confidence interval is at most this
+        part of the mean, from eight probes on.
+      confidence: The level of the interval.
+      block_size: Probes in one call of `matvec`.
+      on_probe: Called with all samples so far after each product, to be saved.
+      samples: Samples of an earlier run with the same key, to go on from there.
+
+    Returns:
+      The estimate; the samples are kept in it.
+
+    Raises:
+      ValueError: A count is below one, or the confidence is not between 0 and 1.
+    """
+    if min(num_probes, block_size) < 1:
+        raise ValueError(
+            "num_probes and block_size must be at least 1: got "
+            f"{num_probes} and {block_size}."
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1: got {confidence}.")
+    taken = [] if samples is None else [float(sample) for sample in samples]
+
+    def summary():
+        return summarize(
+            np.array(taken),
+            num_products=len(taken),
+            confidence=confidence,
+            relative_error=relative_error,
+        )
+
+    while len(taken) < num_probes:
+        if relative_error is not None and len(taken) >= 8 and summary().converged:
+            break
+        indices = list(range(len(taken), min(len(taken) + block_size, num_probes)))
+        taken += _samples(matvec, params, key, kind, indices, block_size)
+        if on_probe is not None:
+            on_probe(np.array(taken))
+    return summary()
+
+
+def _samples(matvec, params, key, kind, indices, block_size):
+    name = f"Hutchinson probe {indices[0]}"
+    if block_size == 1:
+        probe = probes.random_like(probes.probe_key(key, indices[0]), params, kind)
+        product = matvec(probe)
+        values = [float(trees.inner(probe, product))]
+    else:
+        # The last block is filled up, so that one shape is compiled; the rest is cut.
+        full = [indices[0] + i for i in range(block_size)]
+        probe = probes.random_stack(key, full, params, kind)
+        product = matvec(probe)
+        values = np.asarray(_stacked_inner(probe, product)).tolist()[: len(indices)]
+    if not np.isfinite(values).all():
+        trees.check_finite(product, name)
+        raise errors.NonFiniteError(name, ())
+    return values
