@@ -1,0 +1,158 @@
+r"""Cross entropy as a JVP rule: forward mode, and its transpose, the stable backward pass.
+
+With $S = \sum_j t_j$ and $m$, $\ell$ the split log-normalizer ($\log Z = m + \ell$):
+
+$$ C = S \ell - \langle t, z - m \rangle, \qquad
+   \dot\ell = \langle p, \dot z \rangle, \qquad
+   \dot C = S \dot\ell - \langle t, \dot z \rangle
+            - \langle \dot t, (z - m) - \ell \rangle. $$
+
+The shift $m$ is constant in the rule: only $m + \ell$ and $C$ leave this file, and they
+do not depend on it. Each rule takes its outputs from its own primal, so second and
+third order pass through the rule again, and is linear in the tangents, so jax transposes
+it: $\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in float32 at least.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, ScalarLike
+
+from t5x_fwdloss.losses.log_normalizer import (
+    accumulation_dtype,
+    probabilities,
+    shifted_log_sum,
+)
+from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
+
+
+def token_cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: ScalarLike = 0.0,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    r"""Loss and z-loss term of each token for integer labels; no target row is made.
+
+    $L = -\sum_j t_j (z_j - \log Z) + c\,(\log Z)^2$ and $c\,(\log Z)^2$, where $t$ is the
+    smoothed target row of the label (see `targets.py`) and $c$ is `z_loss`. The entropy
+    of the row is not subtracted. float32 (float64 for float64 logits), and the same
+    arithmetic whether or not a derivative is taken.
+
+    A label outside the vocabulary has no class: without smoothing its cross entropy is
+    zero, and its z-loss term remains. A class at -inf has probability zero and no part
+    in the smoothing sum; if it is the label, the loss is inf. Value, jvp, vjp and hvp
+    meet no product of zero and infinity.
+
+    Args:
+        logits: unnormalized log-probabilities; any floating dtype.
+        labels: class numbers; an ordinary argument whose tangent is float0.
+        label_smoothing: the mass $s$ moved off the label, a Python number in [0, 1).
+        z_loss: the coefficient $c \ge 0$; may be traced, its derivative is
+            $(\log Z)^2$.
+    """
+    terms = _token_terms(logits, labels, label_smoothing)
+    return _loss_and_z_term(terms, z_loss)
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    targets: Float[Array, "*batch vocab"],
+    z_loss: ScalarLike,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    r"""Loss and z-loss term of each token for dense target rows.
+
+    As `token_cross_entropy`, for any row $t$ of weights, and differentiable in it: the
+    derivative is $-(z - \log Z)$, and zero at classes of -inf. A class at -inf with a
+    target of zero contributes nothing; with a positive target the loss is inf.
+
+    Args:
+        logits: unnormalized log-probabilities; any floating dtype.
+        targets: one row of weights over the classes per token.
+        z_loss: the coefficient $c \ge 0$; its derivative is $(\log Z)^2$.
+    """
+    return _loss_and_z_term(_dense_terms(logits, targets), z_loss)
+
+
+def _loss_and_z_term(terms, z_loss):
+    cross_entropy, log_sum, shift, _ = terms
+    z_term = jnp.asarray(z_loss, log_sum.dtype) * jnp.square(shift + log_sum)
+    return cross_entropy + z_term, z_term
+
+
+def _against_targets(values, logits, labels, label_smoothing):
+    """Sums of target times value over the classes, those at -inf left out of the smoothing."""
+    on_value, off_value = on_and_off_values(label_smoothing, logits.shape[-1])
+    zero = jnp.zeros_like(values)
+    picked = jnp.where(label_mask(labels, logits.shape[-1]), values, zero)
+    total = (on_value - off_value) * jnp.sum(picked, axis=-1)
+    if off_value:
+        present = jnp.where(logits > -jnp.inf, values, zero)
+        total += off_value * jnp.sum(present, axis=-1)
+    return total
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _token_terms(logits, labels, label_smoothing):
+    """(C, l, m, S) of each token."""
+    logits = logits.astype(accumulation_dtype(logits.dtype))
+    shift, log_sum = shifted_log_sum(logits)
+    against = functools.partial(
+        _against_targets, logits=logits, labels=labels, label_smoothing=label_smoothing
+    )
+    mass = against(jnp.ones_like(logits))
+    cross_entropy = mass * log_sum - against(logits - shift[..., None])
+    return cross_entropy, log_sum, shift, mass
+
+
+@_token_terms.defjvp
+def _token_terms_jvp(label_smoothing, primals, tangents):
+    # C_dot = S <p, z_dot> - <t, z_dot>.  Labels are integers: their tangent is float0.
+    logits, labels = primals
+    logits_dot, _ = tangents
+    terms = _token_terms(logits, labels, label_smoothing)
+    _, log_sum, shift, mass = terms
+    logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
+    probs = probabilities(logits, shift, log_sum)
+    log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
+    cross_entropy_dot = mass * log_sum_dot - _against_targets(
+        logits_dot, logits, labels, label_smoothing
+    )
+    zero = jnp.zeros_like(shift)
+    return terms, (cross_entropy_dot, log_sum_dot, zero, zero)
+
+
+@jax.custom_jvp
+def _dense_terms(logits, targets):
+    """(C, l, m, S) of each token."""
+    dtype = accumulation_dtype(logits.dtype)
+    logits, targets = logits.astype(dtype), targets.astype(dtype)
+    shift, log_sum = shifted_log_sum(logits)
+    mass = jnp.sum(targets, axis=-1)
+    products = targets * (logits - shift[..., None])
+    products = jnp.where(targets == 0, jnp.zeros_like(products), products)
+    return mass * log_sum - jnp.sum(products, axis=-1), log_sum, shift, mass
+
+
+@_dense_terms.defjvp
+def _dense_terms_jvp(primals, tangents):
+    # C_dot = S <p, z_dot> - <t, z_dot> - <t_dot, (z - m) - l>.
+    logits, targets = primals
+    terms = _dense_terms(logits, targets)
+    _, log_sum, shift, mass = terms
+    logits, targets = logits.astype(shift.dtype), targets.astype(shift.dtype)
+    logits_dot, targets_dot = (tangent.astype(shift.dtype) for tangent in tangents)
+    probs = probabilities(logits, shift, log_sum)
+    log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
+    # A tangent of zero at a class of -inf must not meet its log-probability.
+    log_probs = (logits - shift[..., None]) - log_sum[..., None]
+    log_probs = jnp.where(logits > -jnp.inf, log_probs, jnp.zeros_like(log_probs))
+    cross_entropy_dot = (
+        mass * log_sum_dot
+        - jnp.sum(targets * logits_dot, axis=-1)
+        - jnp.sum(targets_dot * log_probs, axis=-1)
+    )
+    mass_dot = jnp.sum(targets_dot, axis=-1)
+    return terms, (cross_entropy_dot, log_sum_dot, jnp.zeros_like(shift), mass_dot)

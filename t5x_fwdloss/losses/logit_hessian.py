@@ -1,0 +1,40 @@
+"""The Hessian of a token's loss in its logits, in closed form, as a product."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, ScalarLike
+
+from t5x_fwdloss.losses.custom_jvp import _token_terms
+from t5x_fwdloss.losses.log_normalizer import probabilities
+
+
+def logit_hessian_product(
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    tangent: Float[Array, "*batch vocab"],
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: ScalarLike = 0.0,
+) -> Float[Array, "*batch vocab"]:
+    r"""The product $H u$ of each token's loss Hessian with a tangent $u$ of its logits.
+
+    $H u = s\,(p \circ u - p \langle p, u\rangle) + 2 c\, p \langle p, u\rangle$ with
+    $s = \sum_j t_j + 2 c \log Z$ and $c$ the coefficient `z_loss`: the softmax
+    Hessian, scaled, and the rank-one term of the z-loss. For one token, without weight
+    or normalizer; float32 (float64 for float64 logits). $H$ is positive semidefinite
+    where $s \ge 0$.
+
+    Args:
+        logits: unnormalized log-probabilities.
+        labels: class numbers; they matter only where they leave the vocabulary.
+        tangent: the vector $u$.
+        label_smoothing: the mass moved off the label, in [0, 1).
+        z_loss: the coefficient $c \ge 0$.
+    """
+    _, log_sum, shift, mass = _token_terms(logits, labels, label_smoothing)
+    dtype = shift.dtype
+    probs = probabilities(logits.astype(dtype), shift, log_sum)
+    weighted = probs * tangent.astype(dtype)
+    mean = jnp.sum(weighted, axis=-1, keepdims=True)
+    z_loss = jnp.asarray(z_loss, dtype)
+    scale = (mass + 2 * z_loss * (shift + log_sum))[..., None]
+    return scale * (weighted - probs * mean) + 2 * z_loss * probs * mean

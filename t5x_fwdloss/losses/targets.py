@@ -1,0 +1,51 @@
+r"""Smoothed targets, T5X's way: $1 - s$ on the label, $s / (V - 1)$ on every other class.
+
+A label outside $[0, V)$ is no class: its row carries the off value everywhere. With one
+class the off value is $s$ (T5X's special case), so that an in-range row sums to $1 - s$.
+
+Source: `t5x/losses.py`, `compute_weighted_cross_entropy`, and
+`flax/training/common_utils.py`, `onehot`.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
+
+
+def on_and_off_values(label_smoothing: float, vocab_size: int) -> tuple[float, float]:
+    """The target on the label, and on every other class."""
+    confidence = 1.0 - label_smoothing
+    return confidence, (1.0 - confidence) / max(vocab_size - 1, 1)
+
+
+def entropy_of_targets(label_smoothing: float, vocab_size: int) -> Float[Array, ""]:
+    """The entropy of a smoothed row, which T5X subtracts: the least loss is then zero."""
+    on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
+    # Term by term T5X's expression, in jax and not in Python: equal to the last bit.
+    return -(
+        on_value * jnp.log(on_value)
+        + (vocab_size - 1) * off_value * jnp.log(off_value + 1e-20)
+    )
+
+
+def label_mask(
+    labels: Int[Array, "*batch"], vocab_size: int
+) -> Bool[Array, "*batch vocab"]:
+    """True at the label of each token; all false for a label that is no class.
+
+    A comparison with an iota, which the compiler fuses into whatever reads it: no array
+    is made, no scatter in the transpose, no gather across a sharded vocabulary.
+    """
+    classes = jnp.arange(vocab_size, dtype=labels.dtype)
+    return labels[..., None] == jnp.expand_dims(classes, range(labels.ndim))
+
+
+def dense_targets(
+    labels: Int[Array, "*batch"], vocab_size: int, label_smoothing: float, dtype
+) -> Float[Array, "*batch vocab"]:
+    """Target rows, float32 as T5X's (float64 where the logits' `dtype` is float64)."""
+    on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
+    dtype = accumulation_dtype(dtype)
+    mask = label_mask(labels, vocab_size)
+    return jnp.where(mask, jnp.asarray(on_value, dtype), jnp.asarray(off_value, dtype))

@@ -1,0 +1,132 @@
+"""The loss of a batch: token losses times weights, over a factor, summed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, Int, ScalarLike, Shaped
+
+from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
+from t5x_fwdloss.losses.implementations import IMPLEMENTATIONS, check_loss_settings
+from t5x_fwdloss.losses.targets import dense_targets, entropy_of_targets
+from t5x_fwdloss.losses.weighting import weight_sum_of
+
+
+def compute_weighted_cross_entropy(
+    logits: Float[Array, "..."],
+    targets: Shaped[Array | np.ndarray, "..."],
+    weights: Shaped[Array | np.ndarray, "..."] | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: ScalarLike = 0.0,
+    loss_normalizing_factor: ScalarLike | None = None,
+    *,
+    impl: str = "custom_vjp",
+) -> tuple[Float[Array, ""], Float[Array, ""], ScalarLike]:
+    r"""The weighted loss of a batch, its z-loss part, and the sum of the weights.
+
+    $\sum_i w_i (L_i - H) / N$ and $\sum_i w_i\,c\,(\log Z_i)^2 / N$ over the tokens $i$,
+    with $L_i$ the token's loss, z-loss included, $H$ the entropy of a smoothed target
+    row, $c$ the coefficient `z_loss` and $N$ the normalizing factor (1 for None): T5X's
+    function of the same name. With `impl="custom_vjp"` value and gradient are T5X's to
+    the last bit. The others leave out a token of weight zero whose loss is not finite
+    (its label masked with -inf, say), in the value and in every derivative.
+
+    Args:
+        logits: `[batch, length, vocab]`, or any number of leading axes.
+        targets: class numbers `[batch, length]`. A label outside the vocabulary has a
+            cross entropy of zero (without smoothing) and keeps its z-loss term.
+        weights: weight of each token `[batch, length]`, bool, integer or floating; None
+            for one everywhere, and then the third result is batch times length.
+        label_smoothing: a Python number in [0, 1).
+        z_loss: the coefficient $c \ge 0$.
+        loss_normalizing_factor: None or a number. The three special names become a
+            number by `get_loss_normalizing_factor_and_weights`.
+        impl: a key of `IMPLEMENTATIONS`.
+
+    Settings, shapes and dtypes that do not fit raise ValueError before anything runs
+    (`check_loss_settings`, `check_token_arrays`).
+    """
+    check_loss_settings(impl, label_smoothing=label_smoothing, z_loss=z_loss)
+    check_token_arrays(logits.shape[:-1], targets, weights)
+    loss, z_term = token_losses(
+        logits, jnp.asarray(targets), label_smoothing, z_loss, impl
+    )
+    loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, impl)
+    return jnp.sum(loss), jnp.sum(z_term), weight_sum_of(weights, targets.shape)
+
+
+def token_losses(
+    logits: Float[Array, "*batch vocab"],
+    labels: Int[Array, "*batch"],
+    label_smoothing: float,
+    z_loss: ScalarLike,
+    impl: str,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """Loss of each token, less the entropy of its target row, and its z-loss term."""
+    if impl == "custom_jvp":
+        loss, z_term = token_cross_entropy(
+            logits, labels, label_smoothing=label_smoothing, z_loss=z_loss
+        )
+    else:
+        targets = dense_targets(labels, logits.shape[-1], label_smoothing, logits.dtype)
+        loss, z_term = IMPLEMENTATIONS[impl](logits, targets, z_loss)
+    return loss - entropy_of_targets(label_smoothing, logits.shape[-1]), z_term
+
+
+def weigh(
+    loss: Float[Array, "*batch"],
+    z_term: Float[Array, "*batch"],
+    weights: Shaped[Array | np.ndarray, "*batch"] | None,
+    factor: ScalarLike | None,
+    impl: str,
+) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
+    """Both terms times the weights, over the factor."""
+    # Weights and factor come in many dtypes; T5X leaves their promotion to jax.
+    with jax.numpy_dtype_promotion("standard"):
+        if weights is not None:
+            if impl != "custom_vjp":  # T5X multiplies, and gets NaN
+                is_void = (weights == 0) & ~jnp.isfinite(loss)
+                loss = jnp.where(is_void, 0.0, loss)
+                z_term = jnp.where(is_void, 0.0, z_term)
+            loss, z_term = loss * weights, z_term * weights
+        if factor is not None:
+            loss, z_term = loss / factor, z_term / factor
+    return loss, z_term
+
+
+def check_token_arrays(
+    token_shape: tuple[int, ...],
+    targets: Shaped[Array | np.ndarray, "..."],
+    weights: Shaped[Array | np.ndarray, "..."] | None,
+) -> None:
+    """Refuses labels and weights that do not fit the tokens.
+
+    Args:
+        token_shape: the leading axes of the logits, or of the hidden states.
+        targets: must have that shape, and an integer dtype.
+        weights: must have that shape, and, if their values are at hand, a sum that is
+            not negative.
+
+    Raises:
+        ValueError: if one of them does not.
+    """
+    if targets.shape != token_shape:
+        raise ValueError(
+            "Targets must have one axis fewer than the logits and agree in the others: "
+            f"got targets {targets.shape} for tokens {token_shape}."
+        )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"Targets must be integers: got dtype {targets.dtype}.")
+    if weights is None:
+        return
+    if weights.shape != targets.shape:
+        raise ValueError(
+            "Weights must have the shape of the targets: "
+            f"got weights {weights.shape} for targets {targets.shape}."
+        )
+    at_hand = not isinstance(weights, Tracer)
+    at_hand = at_hand and getattr(weights, "is_fully_addressable", True)
+    if at_hand and np.sum(np.asarray(weights)) < 0:
+        raise ValueError(
+            f"The sum of the weights must not be negative: got {np.sum(weights)}."
+        )

@@ -1,0 +1,105 @@
+"""Loss weights and normalizing factors, T5X's contract.
+
+Source of the contract: `get_loss_normalizing_factor_and_weights` in `t5x/losses.py`.
+"""
+
+import enum
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, ScalarLike, Shaped
+
+SPECIAL_FACTORS = (
+    "NUM_REAL_TARGET_TOKENS",
+    "NUM_TOTAL_TARGET_TOKENS",
+    "AVERAGE_PER_SEQUENCE",
+)
+
+
+def get_loss_normalizing_factor_and_weights(
+    loss_normalizing_factor: ScalarLike | str | enum.Enum | None,
+    batch: Mapping[str, Array | np.ndarray],
+) -> tuple[ScalarLike | None, Array | np.ndarray | None]:
+    """The number to divide the loss by, and the weight of each token.
+
+    * None or a number: itself, and the batch's `decoder_loss_weights` if it has them.
+    * `"NUM_REAL_TARGET_TOKENS"`: the sum of the weights.
+    * `"NUM_TOTAL_TARGET_TOKENS"`: batch times length, padding included.
+    * `"AVERAGE_PER_SEQUENCE"`: each weight is divided by the sum of the weights of its
+      sequence, a packed segment being a sequence of its own, and the factor is the sum
+      of the result, the number of sequences with any weight. Sequences without weight
+      get zeros.
+
+    With a special factor and no weights in the batch, tokens above zero (the padding)
+    weigh one.
+
+    Args:
+        loss_normalizing_factor: None, a number, one of the three names in either case,
+            or T5X's enum member of that name.
+        batch: `decoder_target_tokens`, optionally `decoder_loss_weights`, and for
+            packed batches `decoder_segment_ids` and `decoder_positions`.
+
+    Raises:
+        ValueError: if the factor is a word other than the three.
+    """
+    weights = batch.get("decoder_loss_weights")
+    factor = loss_normalizing_factor
+    name = factor.name if isinstance(factor, enum.Enum) else factor
+    if not isinstance(name, str):
+        return name, weights
+    name = name.upper()
+    if name not in SPECIAL_FACTORS:
+        raise ValueError(
+            "The loss normalizing factor must be None, a number or one of "
+            f"{', '.join(SPECIAL_FACTORS)}: got {loss_normalizing_factor!r}."
+        )
+    targets = batch["decoder_target_tokens"]
+    if weights is None:
+        weights = jnp.asarray(targets > 0, jnp.float32)
+    if name == "NUM_TOTAL_TARGET_TOKENS":
+        return np.prod(targets.shape), weights
+    if name == "AVERAGE_PER_SEQUENCE":
+        weights = _average_per_sequence(weights, batch)
+    return jnp.sum(weights), weights
+
+
+def _average_per_sequence(weights, batch):
+    weights = jnp.asarray(weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        weights = weights.astype(jnp.float32)
+    if "decoder_segment_ids" in batch:
+        positions = jnp.asarray(batch["decoder_positions"])
+        segment_ids = jnp.asarray(batch["decoder_segment_ids"])
+        totals = jax.vmap(_sum_per_segment)(weights, positions, segment_ids)
+    else:
+        totals = jnp.sum(weights, axis=-1, keepdims=True)
+        totals = jnp.broadcast_to(totals, weights.shape)
+    # Padding, and sequences without weight, divide by zero.
+    return jnp.nan_to_num(weights / totals, nan=0, posinf=0, neginf=0)
+
+
+def _sum_per_segment(
+    weights: Float[Array, " length"],
+    positions: Int[Array, " length"],
+    segment_ids: Int[Array, " length"],
+) -> Float[Array, " length"]:
+    """The sum of the weights of each token's segment; zero on padding (segment 0).
+
+    Segments are told apart by their first position, as T5X does, so that at most
+    `length` of them exist whatever the ids are.
+    """
+    is_real = (segment_ids != 0).astype(weights.dtype)
+    ordinals = jnp.cumsum((positions == 0).astype(jnp.int32))
+    sums = jax.ops.segment_sum(
+        weights * is_real, ordinals, num_segments=weights.shape[0] + 1
+    )
+    return sums[ordinals] * is_real
+
+
+def weight_sum_of(
+    weights: Shaped[Array | np.ndarray, "..."] | None, shape: tuple[int, ...]
+) -> ScalarLike:
+    """The sum of the weights, or the number of tokens where there are none."""
+    return np.prod(shape) if weights is None else jnp.sum(weights)
