@@ -1,0 +1,293 @@
+r"""One loss over a fixed list of batches, and its derivatives.
+
+The objective is $L(\theta) = \sum_b n_b(\theta) / W$, where $n_b$ is the weighted sum of
+the token losses of batch $b$ and $W$ the total normalizer of all batches: however the
+same examples are split into batches, it is the same function, up to rounding. It is
+never a mean of batch means.
+
+Every derivative is compiled once and walks over the batches; vectors are trees like the
+parameters, keep their shardings, and are summed in float32 or wider. Scalars are summed
+on the host in float64.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss import losses
+from t5x_fwdloss.analysis import batches as batches_lib
+from t5x_fwdloss.analysis import parameters
+from t5x_fwdloss.analysis.finite import check_finite
+from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
+from t5x_fwdloss.analysis.programs import Programs, all_finite, largest_magnitudes
+from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.products import (
+    directional_derivative,
+    gauss_newton_product,
+    gradient,
+    hessian_product,
+)
+
+PRECISIONS = ("default", "high", "highest")
+
+
+class Objective:
+    r"""$L(\theta) = \sum_b n_b(\theta) / W$ over a fixed list of batches.
+
+    Every method takes the whole parameter tree and, before anything is compiled,
+    refuses a direction that does not fit it (`ValueError`). A NaN or an infinity in a
+    result raises `NonFiniteLossError`, which names the batch and the parameter block.
+
+    Attributes:
+        batches: the batches, on the device, all of one shape.
+        normalizer: W, its kind, its unit.
+        num_tokens: target tokens whose loss counts.
+        batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
+        precision: matmul precision of every derivative.
+        settings: the loss settings, for the record.
+    """
+
+    def __init__(
+        self,
+        numerator: Callable[..., Any],
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        normalizer: Normalizer,
+        num_microbatches: int = 1,
+        outputs: Callable[..., Any] | None = None,
+        output_hessian: Callable[..., Any] | None = None,
+        dropout_seed: int | None = None,
+        precision: str = "highest",
+        settings: Mapping[str, Any] | None = None,
+    ):
+        """An objective from functions of one batch.
+
+        Args:
+            numerator: `(params, batch, key)` to the batch's weighted sum of token
+                losses; key is None unless `dropout_seed` is given.
+            batches: feature dictionaries, all of the same names, shapes and dtypes.
+            normalizer: what the sum over batches is divided by.
+            num_microbatches: pieces that every batch is cut into, to save memory; the
+                numbers, and the batches' hash, stay the same.
+            outputs: `(params, batch, key)` to the logits; None: no Gauss-Newton.
+            output_hessian: `(logits, batch, tangent)` to the product of the Hessian of
+                the numerator with respect to the logits and the tangent.
+            dropout_seed: one fixed dropout key per batch; None turns dropout off.
+            precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
+            settings: what to record about the loss.
+
+        Raises:
+            ValueError: no batch, batches that differ, microbatches that do not divide
+                them, or an unknown precision.
+        """
+        if precision not in PRECISIONS:
+            raise ValueError(
+                f"precision must be one of {', '.join(PRECISIONS)}: got {precision!r}."
+            )
+        found = batches_lib.checked(batches)
+        self.num_tokens = batches_lib.num_tokens(found)
+        self.batches_hash = batches_lib.digest(found)
+        pieces = batches_lib.split(found, num_microbatches)
+        self.batches = [batches_lib.on_device(batch) for batch in pieces]
+        self.normalizer = normalizer
+        self.precision = precision
+        self.dropout_seed = dropout_seed
+        self.settings = dict(settings or {})
+        self._numerator = numerator
+        self._outputs = outputs
+        self._output_hessian = output_hessian
+        self._programs = Programs(precision)
+        if dropout_seed is None:
+            self._keys = [None] * len(self.batches)
+        else:
+            root = jax.random.key(dropout_seed)
+            self._keys = [jax.random.fold_in(root, i) for i in range(len(self.batches))]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        num_microbatches: int = 1,
+        dropout_seed: int | None = None,
+        precision: str = "highest",
+    ) -> "Objective":
+        """The training loss of a model that has `LossMixin`'s `loss_sum`.
+
+        Args:
+            model: a T5X model with this package's loss, or the standalone one.
+            batches: the model's features, all of one shape.
+            num_microbatches: pieces that every batch is cut into, to save memory.
+            dropout_seed: one fixed dropout key per batch; None turns dropout off.
+            precision: matmul precision of every derivative.
+        """
+        factor = getattr(model, "_loss_normalizing_factor", None)
+        found = batches_lib.checked(batches)
+        normalizer = total_normalizer(factor, found)
+        smoothing = getattr(model, "_label_smoothing", 0.0)
+        z_loss = getattr(model, "_z_loss", 0.0)
+
+        def numerator(params, batch, key):
+            return model.loss_sum(params, batch, key)[0]
+
+        def outputs(params, batch, key):
+            return model._compute_logits(params, batch, key)
+
+        def output_hessian(logits, batch, tangent):
+            _, weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)
+            product = losses.logit_hessian_product(
+                logits,
+                batch["decoder_target_tokens"],
+                tangent,
+                label_smoothing=smoothing,
+                z_loss=z_loss,
+            )
+            return product if weights is None else product * weights[..., None]
+
+        has_outputs = hasattr(model, "_compute_logits")
+        return cls(
+            numerator,
+            found,
+            normalizer=normalizer,
+            num_microbatches=num_microbatches,
+            outputs=outputs if has_outputs else None,
+            output_hessian=output_hessian if has_outputs else None,
+            dropout_seed=dropout_seed,
+            precision=precision,
+            settings={
+                "loss_impl": getattr(model, "_loss_impl", "unknown"),
+                "loss_chunk_length": getattr(model, "_loss_chunk_length", None),
+                "label_smoothing": float(smoothing),
+                "z_loss": float(z_loss),
+                "loss_normalizing_factor": getattr(factor, "name", factor),
+            },
+        )
+
+    @property
+    def W(self) -> float:
+        """The total normalizer."""
+        return self.normalizer.total
+
+    @property
+    def normalizer_kind(self) -> str:
+        """'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'."""
+        return self.normalizer.kind
+
+    @property
+    def num_traces(self) -> dict[str, int]:
+        """How often each derivative was traced: once each, unless shapes change."""
+        return self._programs.num_traces
+
+    def batch_loss(self, params: PyTree, batch: Any, key: Any = None) -> jax.Array:
+        """One batch's share of the objective, $n_b / W$: traceable, differentiable."""
+        share = self._numerator(params, batch, key) / self.W
+        return share.astype(jnp.promote_types(share.dtype, jnp.float32))
+
+    def batch_values(self, params: PyTree) -> np.ndarray:
+        """Each batch's share $n_b / W$ of the objective, in order, float64."""
+        found = self._scalars("the loss", self.batch_loss, params)
+        return np.asarray([float(x) for x in found], np.float64)
+
+    def value(self, params: PyTree) -> float:
+        r"""The loss $L(\theta)$, summed over batches in float64."""
+        shares = self.batch_values(params)
+        check_finite("the loss", [{"its value": x} for x in shares])
+        return math.fsum(shares)
+
+    def gradient(self, params: PyTree) -> PyTree:
+        """The gradient, a tree like the parameters' floating-point leaves."""
+        return self._vector("the gradient", gradient(self.batch_loss), params)
+
+    def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
+        r"""The loss and its directional derivative $\langle \nabla L, v \rangle$.
+
+        One forward pass pushes the tangent through the loss: it must be differentiable
+        forwards, which a `jax.custom_vjp` loss is not.
+        """
+        trees.check_like(direction, params, "direction")
+        found = self._scalars(
+            "the jvp", directional_derivative(self.batch_loss), params, direction
+        )
+        shares = [(float(x), float(y)) for x, y in found]
+        names = ("its value", "its directional derivative")
+        check_finite("the loss", [dict(zip(names, x, strict=True)) for x in shares])
+        value, derivative = zip(*shares, strict=True)
+        return math.fsum(value), math.fsum(derivative)
+
+    def hessian_product(self, params: PyTree, direction: PyTree) -> PyTree:
+        """The Hessian times a direction, forward over reverse."""
+        trees.check_like(direction, params, "direction")
+        product = hessian_product(self.batch_loss)
+        return self._vector("the Hessian product", product, params, direction)
+
+    def hessian_products(self, params: PyTree, directions: PyTree) -> PyTree:
+        """The Hessian times several directions, stacked in front, in one program."""
+        product = hessian_product(self.batch_loss)
+        return self._vectors("the Hessian products", product, params, directions)
+
+    def gauss_newton_product(self, params: PyTree, direction: PyTree) -> PyTree:
+        r"""The Gauss-Newton matrix $\sum_b J_b^T H_b J_b / W$ times a direction.
+
+        $J_b$ is the Jacobian of the batch's logits and $H_b$ the closed-form Hessian of
+        its loss with respect to them, smoothing, weights and z-loss included.
+        """
+        trees.check_like(direction, params, "direction")
+        product = self._gauss_newton()
+        return self._vector("the Gauss-Newton product", product, params, direction)
+
+    def gauss_newton_products(self, params: PyTree, directions: PyTree) -> PyTree:
+        """The Gauss-Newton matrix times several directions stacked in front."""
+        product = self._gauss_newton()
+        return self._vectors("the Gauss-Newton products", product, params, directions)
+
+    def _gauss_newton(self):
+        outputs, output_hessian = self._outputs, self._output_hessian
+        if outputs is None or output_hessian is None:
+            raise ValueError(
+                "Gauss-Newton products need the model's logits: this objective was "
+                "built without outputs and output_hessian."
+            )
+
+        def scaled(logits, tangent, batch, key):
+            del key
+            return output_hessian(logits, batch, tangent) / self.W
+
+        return gauss_newton_product(outputs, scaled)
+
+    def _pairs(self):
+        return zip(self.batches, self._keys, strict=True)
+
+    def _scalars(self, name, function, params, *directions):
+        program = self._programs.scalars(name, function, params)
+        params = parameters.widened(params)
+        return jax.device_get(
+            [program(params, *directions, *pair) for pair in self._pairs()]
+        )
+
+    def _vector(self, name, function, params, *directions, stack=None):
+        program = self._programs.sums(name, function, params, stack=stack)
+        params = parameters.widened(params)
+        total = self._programs.zeros(params, stack=stack)
+        for pair in self._pairs():
+            total = program(total, params, *directions, *pair)
+        if not all_finite(total):
+            # Once more, batch by batch, to say where it happened.
+            zeros = lambda: self._programs.zeros(params, stack=stack)
+            parts = (program(zeros(), params, *directions, *p) for p in self._pairs())
+            check_finite(name, map(largest_magnitudes, parts))
+            check_finite(f"the sum over batches of {name}", [largest_magnitudes(total)])
+        return total
+
+    def _vectors(self, name, product, params, directions):
+        stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
+
+        def several(params, stacked, batch, key):
+            return jax.vmap(lambda v: product(params, v, batch, key))(stacked)
+
+        return self._vector(name, several, params, directions, stack=stack)
