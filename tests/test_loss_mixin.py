@@ -1,0 +1,158 @@
+"""LossMixin on a small network without T5X: values, normalizers, scores, derivatives."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from clu import metrics as clu_metrics
+
+from t5x_fwdloss import losses
+from t5x_fwdloss.loss_mixin import LossMixin, segment_ids_for_metrics
+
+VOCAB, EMBED, BATCH, LENGTH = 13, 6, 4, 5
+TOLERANCE = 50 * float(jnp.finfo(jnp.float32).eps)
+FACTORS = [
+    None,
+    7.0,
+    "NUM_REAL_TARGET_TOKENS",
+    "NUM_TOTAL_TARGET_TOKENS",
+    "AVERAGE_PER_SEQUENCE",
+]
+FORWARD = ["autodiff", "custom_jvp"]
+
+
+class Network(nn.Module):
+    """Tokens to logits, with the names of T5X's head."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        hidden = nn.Embed(VOCAB, EMBED, name="token_embedder")(tokens)
+        hidden = jnp.tanh(nn.Dense(EMBED, name="mlp")(hidden))
+        self.sow("intermediates", "hidden", hidden)
+        return nn.Dense(VOCAB, use_bias=False, name="logits_dense")(hidden)
+
+
+class Model(LossMixin):
+    """The least that LossMixin needs from the class beside it."""
+
+    def __init__(self, impl="custom_jvp", factor=None, chunk_length=None):
+        self._loss_impl = impl
+        self._loss_chunk_length = chunk_length
+        self._label_smoothing = 0.1
+        self._z_loss = 1e-2
+        self._loss_normalizing_factor = factor
+
+    def _compute_logits(self, params, batch, dropout_rng=None, mutable=False):
+        return Network().apply(
+            {"params": params}, batch["decoder_input_tokens"], mutable=mutable
+        )
+
+    def _compute_metrics(self, logits, targets, mask, loss, z_loss, segment_ids):
+        accuracy = clu_metrics.Accuracy.from_model_output(
+            logits=logits, labels=targets.astype(jnp.int32), mask=mask
+        )
+        lengths = {name: jnp.sum(ids != 0) for name, ids in segment_ids.items()}
+        return {"accuracy": accuracy, "loss": loss, "z_loss": z_loss, **lengths}
+
+
+@pytest.fixture(scope="module")
+def params():
+    tokens = np.zeros((1, LENGTH), np.int32)
+    return jax.jit(Network().init)(jax.random.key(0), tokens)["params"]
+
+
+def _batch(seed=0):
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, LENGTH + 1, size=(BATCH, 1))
+    real = np.arange(LENGTH) < lengths
+    return {
+        "decoder_input_tokens": draw.integers(1, VOCAB, (BATCH, LENGTH)),
+        "decoder_target_tokens": draw.integers(1, VOCAB, (BATCH, LENGTH)) * real,
+        "decoder_loss_weights": (real * draw.uniform(0.2, 1, real.shape)).astype("f4"),
+    }
+
+
+def _close(left, right):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE),
+        left,
+        right,
+    )
+
+
+@pytest.mark.parametrize("factor", FACTORS, ids=str)
+@pytest.mark.parametrize("impl", losses.IMPLEMENTATIONS)
+def test_the_loss_is_the_weighted_cross_entropy_of_the_logits(params, impl, factor):
+    model, batch = Model(impl, factor), _batch()
+    number, weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)
+    expected, expected_z, _ = losses.compute_weighted_cross_entropy(
+        model._compute_logits(params, batch),
+        batch["decoder_target_tokens"],
+        weights,
+        label_smoothing=0.1,
+        z_loss=1e-2,
+        loss_normalizing_factor=number,
+        impl=impl,
+    )
+    loss, metrics = jax.jit(model.loss_fn)(params, batch, None)
+    _close((loss, metrics["z_loss"]), (expected, expected_z))
+    assert metrics["decoder_target_tokens"] == np.sum(
+        batch["decoder_target_tokens"] > 0
+    )
+
+
+@pytest.mark.parametrize("factor", FACTORS, ids=str)
+def test_loss_sums_of_two_batches_make_the_loss_of_both(params, factor):
+    model, batches = Model(factor=factor), [_batch(1), _batch(2)]
+    both = {key: np.concatenate([b[key] for b in batches]) for key in batches[0]}
+    sums = [jax.jit(model.loss_sum)(params, batch) for batch in batches]
+    numerator = sum(n for n, _ in sums)
+    special = isinstance(factor, str)
+    normalizer = sum(m for _, m in sums) if special else sums[0][1]
+    _close(numerator / normalizer, jax.jit(model.loss_fn)(params, both, None)[0])
+
+
+@pytest.mark.parametrize("impl", FORWARD)
+def test_jvp_of_loss_and_score_is_gradient_times_tangent(params, impl):
+    model, batch = Model(impl), _batch()
+    tangent = jax.tree.map(jnp.sin, params)
+    functions = [
+        lambda p: model.loss_fn(p, batch, None)[0],
+        lambda p: model.loss_sum(p, batch)[0],
+        lambda p: jnp.sum(model.score_batch(p, batch)),
+    ]
+    for function in functions:
+        forward = jax.jit(lambda p, f=function: jax.jvp(f, (p,), (tangent,)))(params)
+        value, gradient = jax.jit(jax.value_and_grad(function))(params)
+        products = jax.tree.map(lambda g, v: jnp.sum(g * v), gradient, tangent)
+        _close(forward, (value, sum(jax.tree.leaves(products))))
+
+
+@pytest.mark.parametrize("impl", losses.IMPLEMENTATIONS)
+def test_scores_are_weighted_log_probabilities_without_z_loss_or_smoothing(
+    params, impl
+):
+    model, batch = Model(impl), _batch()
+    log_probs = jax.nn.log_softmax(model._compute_logits(params, batch))
+    targets = batch["decoder_target_tokens"]
+    picked = np.take_along_axis(np.asarray(log_probs), targets[..., None], -1)[..., 0]
+    expected = np.sum(picked * batch["decoder_loss_weights"], axis=-1)
+    _close(jax.jit(model.score_batch)(params, batch), expected)
+
+
+def test_scores_come_with_what_the_network_sowed(params):
+    model, batch = Model(), _batch()
+    scores, sown = model.score_batch(params, batch, return_intermediates=True)
+    assert set(sown["decoder"]) == {"target_tokens", "loss_weights", "token_scores"}
+    _close(scores, jnp.sum(sown["decoder"]["token_scores"][0], axis=-1))
+    assert sown["hidden"][0].shape == (BATCH, LENGTH, EMBED)
+
+
+def test_segment_ids_are_the_packed_ones_or_else_the_padding():
+    packed = {"decoder_segment_ids": np.ones((1, 2)), "decoder_target_tokens": 0}
+    assert list(segment_ids_for_metrics(packed)) == ["decoder"]
+    plain = {"encoder_input_tokens": np.array([[3, 0]]), "decoder_positions": 0}
+    ids = segment_ids_for_metrics(plain)
+    np.testing.assert_array_equal(ids["encoder_input_tokens"], [[True, False]])
+    assert list(ids) == ["encoder_input_tokens"]
