@@ -1,0 +1,175 @@
+"""Checkpoints that T5X and the standalone host both read.
+
+The layout is that of `t5x.train` with Orbax: `MODEL_DIR/checkpoint_<step>/state` holds
+`{"target": parameters, "state": {"step": step}}`. Beside it lies `optimizer`, the optax
+state, which only the standalone host reads, as only T5X reads its own optimizer's state;
+parameters and the step go both ways. A folder appears under its name only when it is
+complete, so a killed run leaves no half-written checkpoint.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+PREFIX = "checkpoint"
+MAX_NAMED = 4  # parameters named in an error message
+
+
+def open_manager(model_dir: str, keep: int | None = None) -> ocp.CheckpointManager:
+    """The manager of a training run's checkpoints; `keep` of them, None for all."""
+    return ocp.CheckpointManager(
+        epath.Path(model_dir).resolve(),
+        options=ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            step_prefix=PREFIX,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=False,
+        ),
+        item_handlers={
+            "state": ocp.PyTreeCheckpointHandler(),
+            "optimizer": ocp.PyTreeCheckpointHandler(),
+        },
+    )
+
+
+def save(manager: ocp.CheckpointManager, step: int, params, optimizer_state) -> None:
+    """Writes `checkpoint_<step>`, or nothing at all."""
+    state = {"target": params, "state": {"step": step}}
+    manager.save(
+        step,
+        args=ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state),
+            optimizer=ocp.args.PyTreeSave(optimizer_state),
+        ),
+        force=True,
+    )
+
+
+def find(path: str) -> epath.Path:
+    """The folder `checkpoint_<step>` at a path: itself, or the latest in it.
+
+    Raises:
+        FileNotFoundError: if there is no such folder; the message lists what is there.
+        ValueError: if it is a checkpoint of T5X's older format.
+    """
+    folder = epath.Path(path).resolve()
+    names = sorted(x.name for x in folder.iterdir()) if folder.is_dir() else []
+    if _step(folder) is None:
+        found = [folder / name for name in names if _step(folder / name) is not None]
+        if not found:
+            there = (
+                f"it holds {', '.join(names) or 'nothing'}"
+                if folder.is_dir()
+                else ("there is a file" if folder.exists() else "there is nothing")
+            )
+            raise FileNotFoundError(
+                "CHECKPOINT_PATH must be a folder checkpoint_<step>, or one that holds "
+                f"such folders: at {folder} {there}."
+            )
+        folder = max(found, key=lambda x: _step(x) or 0)
+        names = sorted(x.name for x in folder.iterdir())
+    if "checkpoint" in names:
+        raise ValueError(
+            f"{folder} is a checkpoint of T5X's older format, which only T5X reads: use "
+            "python -m t5x_fwdloss.analyze, or let t5x.train restore and save it."
+        )
+    if "state" not in names:
+        raise FileNotFoundError(
+            f"A checkpoint must hold a folder 'state': {folder} holds "
+            f"{', '.join(names) or 'nothing'}."
+        )
+    return folder
+
+
+def _step(folder: epath.Path) -> int | None:
+    match = re.fullmatch(rf"{PREFIX}_(\d+)", folder.name)
+    return int(match[1]) if match and folder.is_dir() else None
+
+
+def restore_params(path: str, like: Any) -> tuple[int, Any]:
+    """The step and the parameters of a checkpoint, written by T5X or by us.
+
+    Args:
+        path: as in `find`.
+        like: the model's parameters, or their shapes and dtypes, checked by
+            `check_same`; each leaf is restored with the sharding given here, if any.
+    """
+    folder = find(path)
+    handler = ocp.PyTreeCheckpointHandler()
+    stored = handler.metadata(folder / "state").tree
+    check_same(_shapes(like), _shapes(stored["target"]), folder)
+    wanted = {"target": like, "state": {"step": 0}}
+    restored = handler.restore(folder / "state", args=_arguments(wanted))
+    return int(restored["state"]["step"]), restored["target"]
+
+
+def restore_optimizer(path: str, like: Any) -> Any:
+    """The optimizer's state of a checkpoint that the standalone host wrote.
+
+    Raises:
+        ValueError: if the checkpoint has none.
+    """
+    folder = find(path)
+    if not (folder / "optimizer").is_dir():
+        raise ValueError(
+            f"To go on training, {folder} must hold the optimizer's state: it does not "
+            "(T5X wrote it?); start from it in a new MODEL_DIR."
+        )
+    handler = ocp.PyTreeCheckpointHandler()
+    stored = handler.metadata(folder / "optimizer").tree
+    check_same(_shapes(like), _shapes(stored), folder, what="optimizer's state")
+    return handler.restore(folder / "optimizer", args=_arguments(like))
+
+
+def _arguments(wanted) -> ocp.args.PyTreeRestore:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def restore_args(leaf):
+        if not hasattr(leaf, "shape"):
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        sharding = getattr(leaf, "sharding", None) or here
+        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype)
+
+    arguments = jax.tree.map(restore_args, wanted)
+    return ocp.args.PyTreeRestore(wanted, arguments, partial_restore=True)
+
+
+def check_same(
+    model: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    folder: epath.Path,
+    what: str = "parameters",
+) -> None:
+    """Checks that two maps from name to shape are the same.
+
+    Raises:
+        ValueError: if they are not; names the first few that differ, both sides.
+    """
+    names = [n for n in {**model, **stored} if model.get(n) != stored.get(n)]
+    if names:
+        shown = "; ".join(
+            f"{n}: model {model.get(n, 'absent')}, checkpoint {stored.get(n, 'absent')}"
+            for n in names[:MAX_NAMED]
+        )
+        more = f"; and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        raise ValueError(
+            f"The {what} in {folder} must fit the model: {len(names)} do not: "
+            f"{shown}{more}."
+        )
+
+
+def _shapes(tree) -> dict[str, tuple[int, ...]]:
+    # A named tuple is stored as a dict: only the keys' names are the same.
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    names = ["/".join(map(_name, path)) for path, _ in leaves]
+    return {n: tuple(x.shape) for n, (_, x) in zip(names, leaves, strict=True)}
+
+
+def _name(key) -> str:
+    found = (getattr(key, kind, None) for kind in ("name", "key", "idx"))
+    return str(next(x for x in found if x is not None))
