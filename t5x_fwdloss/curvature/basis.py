@@ -1,12 +1,13 @@
 r"""An orthonormal basis of vectors, stacked in blocks that are read as one array.
 
 Block $B$ holds `rows_per_block` vectors: each leaf is `[rows, ...]`, sharded like the
-parameter, the rows not yet filled are zero. One pass of Gram-Schmidt over a block,
-$w \leftarrow w - B^T (B w)$, is two reads of it; doing the same vector by vector from
-the host would read and write $w$ for each. Blocks may live in host memory: then one
-block at a time visits the device.
+parameter, the rows not yet filled are zero. A pass of classical Gram-Schmidt is two
+reads of each block, one for the coefficients $c = B w$ and one for $w - B^T c$; the same
+vector by vector from the host would read and write $w$ for each. Blocks may live in
+host memory: then one block at a time visits the device.
 """
 
+import copy
 import functools
 
 import jax
@@ -34,35 +35,44 @@ def _coefficients(block, w):
         return jax.lax.dot_general(rows, leaf, (axes, ((), ())), precision=HIGHEST)
 
     parts = jax.tree.leaves(jax.tree.map(one, block, w))
-    dtype = jnp.result_type(*parts)
+    dtype = trees.widest_dtype(*parts)
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
-@functools.partial(jax.jit, static_argnames="shardings")
-def _project_out(block, w, *, shardings):
-    c = _coefficients(block, w)
+_measure = jax.jit(_coefficients)
+
+
+@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
+def _subtract(w, block, c, *, shardings):
     w = jax.tree.map(jnp.subtract, w, trees.combine(block, c))
-    return _constrain(w, shardings), c
+    return _constrain(w, shardings)
 
 
 @functools.partial(jax.jit, static_argnames="shardings")
 def _local_step(w, v, previous, coefficient, *, shardings):
     """The three-term recurrence: w - c v_previous - <v, w> v, <v, w>, new norm."""
-    w = trees.axpy(-coefficient, previous, w)
-    alpha = trees.inner(v, w)
-    w = trees.axpy(-alpha, v, w)
-    return _constrain(w, shardings), alpha, trees.norm(w)
+    # <v, previous> is rounding, but it would enter alpha multiplied by c.
+    alpha = trees.inner(v, w) - coefficient * trees.inner(v, previous)
+
+    def one(w, v, previous):
+        c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)
+        return w.astype(v.dtype) - c * previous - a * v
+
+    w = _constrain(jax.tree.map(one, w, v, previous), shardings)
+    return w, alpha, trees.norm(w)
 
 
-@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="block")
-def _write_row(block, index, w, factor, *, shardings):
-    v = trees.scale(factor, w)
+@functools.partial(
+    jax.jit, static_argnames=("shardings", "stacked"), donate_argnames="block"
+)
+def _write_row(block, index, w, factor, *, shardings, stacked):
+    v = _constrain(trees.scale(factor, w), shardings)
     block = jax.tree.map(
         lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
         block,
         v,
     )
-    return _constrain(block, shardings)
+    return _constrain(block, stacked), v
 
 
 @functools.partial(jax.jit, static_argnames="shardings")
@@ -96,7 +106,7 @@ def _gram(left, right):
         return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), precision=HIGHEST)
 
     parts = jax.tree.leaves(jax.tree.map(one, left, right))
-    dtype = jnp.result_type(*parts)
+    dtype = trees.widest_dtype(*parts)
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
@@ -114,22 +124,18 @@ class Basis:
         *,
         rows_per_block: int = 8,
         on_host: bool = False,
-        blocks: list[PyTree] | None = None,
-        size: int = 0,
     ):
-        """An empty basis, or one over the blocks of an earlier one.
+        """An empty basis.
 
         Args:
           like: A vector that gives shapes, types and shardings.
           rows_per_block: Vectors in one block.
           on_host: Whether full blocks are kept in pinned host memory.
-          blocks: Blocks of an earlier basis, as saved.
-          size: The number of vectors in `blocks`.
         """
         self.rows_per_block = rows_per_block
         self.on_host = on_host
-        self.blocks = list(blocks or [])
-        self.size = size
+        self.blocks = []
+        self.size = 0
         self._like = jax.eval_shape(lambda tree: tree, like)
         self.shardings = tuple(map(probes.sharding_of, jax.tree.leaves(like)))
         self._stacked = tuple(map(probes.stacked_sharding, self.shardings))
@@ -158,38 +164,48 @@ class Basis:
             return self._move(block, device.default_memory().kind)
         return block
 
-    def append(self, w: PyTree, factor: float) -> None:
-        """Appends the vector `factor * w`."""
+    def append(self, w: PyTree, factor: float) -> PyTree:
+        """Appends the vector `factor * w` and returns it."""
         number, row = divmod(self.size, self.rows_per_block)
         if number == len(self.blocks):
             if self.on_host and self.blocks:
                 self.blocks[-1] = self._move(self.blocks[-1], "pinned_host")
             self.blocks.append(self._empty(self.rows_per_block))
-        self.blocks[number] = _write_row(
-            self.blocks[number], row, w, factor, shardings=self._stacked
+        self.blocks[number], v = _write_row(
+            self.blocks[number],
+            row,
+            w,
+            factor,
+            shardings=self.shardings,
+            stacked=self._stacked,
         )
         self.size += 1
+        return v
 
     def row(self, index: int) -> PyTree:
         """Vector number `index`."""
         number, row = divmod(index, self.rows_per_block)
         return _read_row(self._fetch(number), row, shardings=self.shardings)
 
-    def project_out(self, w: PyTree) -> tuple[PyTree, np.ndarray]:
-        """One pass of Gram-Schmidt: `w` without its part in the basis, and that part.
+    def coefficients(self, w: PyTree) -> Float[np.ndarray, " size"]:
+        """The inner products of `w` with all vectors, float64 on the host; one read."""
+        parts = [_measure(self._fetch(i), w) for i in range(len(self.blocks))]
+        parts = [np.asarray(part, np.float64) for part in parts]
+        return np.concatenate([*parts, np.zeros(0)])[: self.size]
 
-        Args:
-          w: A vector.
-
-        Returns:
-          The rest of `w`, and the coefficients taken out, float64 `[size]`.
-        """
-        parts = []
-        for number in range(len(self.blocks)):
-            w, c = _project_out(self._fetch(number), w, shardings=self.shardings)
-            parts.append(c)
-        parts = [np.asarray(c, np.float64) for c in parts]
-        return w, np.concatenate([*parts, np.zeros(0)])[: self.size]
+    def subtract(self, w: PyTree, coefficients: np.ndarray) -> PyTree:
+        """`w` minus the vector with the given coefficients; one read, `w` is donated."""
+        padded = np.zeros(len(self.blocks) * self.rows_per_block)
+        padded[: self.size] = coefficients
+        dtype = trees.widest_dtype(*jax.tree.leaves(w))
+        for number, part in enumerate(padded.reshape(len(self.blocks), -1)):
+            w = _subtract(
+                w,
+                self._fetch(number),
+                jnp.asarray(part, dtype),
+                shardings=self.shardings,
+            )
+        return w
 
     def combination(self, coefficients: np.ndarray) -> PyTree:
         """The vector with the given coefficients, `[size]`."""
@@ -207,7 +223,9 @@ class Basis:
             )
             total = _add_rotated(
                 total,
-                jnp.asarray(padded[rows].T, jnp.result_type(*jax.tree.leaves(total))),
+                jnp.asarray(
+                    padded[rows].T, trees.widest_dtype(*jax.tree.leaves(total))
+                ),
                 self._fetch(number),
                 shardings=self._stacked,
             )
@@ -226,13 +244,44 @@ class Basis:
             blocks.append(
                 self._move(block, "pinned_host") if self.on_host and not last else block
             )
-        return Basis(
-            self.row(0),
-            rows_per_block=self.rows_per_block,
-            on_host=self.on_host,
-            blocks=blocks,
-            size=columns,
-        )
+        result = copy.copy(self)
+        result.blocks = blocks
+        result.size = columns
+        return result
+
+    def restore(self, blocks: list[PyTree], size: int) -> None:
+        """Takes over saved blocks, put where this basis keeps its own.
+
+        Args:
+          blocks: Stacked trees of arrays, on any device or on the host.
+          size: The number of vectors in them.
+
+        Raises:
+          ValueError: The blocks are not those of a basis like this one.
+        """
+        rows = [self.rows_per_block, *jax.tree.leaves(self._like)[0].shape]
+        for block in blocks:
+            if list(jax.tree.leaves(block)[0].shape) != rows:
+                raise ValueError(
+                    f"A saved block's first leaf must have the shape {rows}: got "
+                    f"{list(jax.tree.leaves(block)[0].shape)}."
+                )
+        self.blocks = [self._place(block) for block in blocks]
+        if self.on_host:
+            full = [self._move(block, "pinned_host") for block in self.blocks[:-1]]
+            self.blocks = full + self.blocks[-1:]
+        self.size = size
+
+    def _place(self, block):
+        leaves = [
+            jnp.array(leaf)
+            if sharding is None
+            else jax.device_put(leaf, sharding, may_alias=False)
+            for leaf, sharding in zip(
+                jax.tree.leaves(block), self._stacked, strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
     def gram(self) -> Float[np.ndarray, "size size"]:
         """The inner products of all pairs of vectors, float64 on the host."""

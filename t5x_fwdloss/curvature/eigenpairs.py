@@ -70,6 +70,39 @@ class EigenpairsState:
     num_restarts: int = 0
     num_fresh: int = 0
 
+    def arrays(self) -> dict:
+        """The state's arrays, a pytree to be saved before the next step."""
+        return {**self.space.arrays(), "history": np.array(self.history)}
+
+    def metadata(self) -> dict:
+        """The rest of the state, plain numbers that JSON holds."""
+        return {
+            "space": self.space.metadata(),
+            "num_restarts": self.num_restarts,
+            "num_fresh": self.num_fresh,
+        }
+
+    @classmethod
+    def from_saved(
+        cls, like: PyTree, arrays: dict, metadata: dict
+    ) -> "EigenpairsState":
+        """The state that `arrays` and `metadata` were taken from, to the bit.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          arrays: As `arrays()` gave them.
+          metadata: As `metadata()` gave it.
+
+        Returns:
+          The state.
+        """
+        return cls(
+            krylov.Krylov.from_saved(like, arrays, metadata["space"]),
+            np.asarray(arrays["history"]).tolist(),
+            metadata["num_restarts"],
+            metadata["num_fresh"],
+        )
+
 
 def _wanted(size: int, num_largest: int, num_smallest: int) -> list[tuple[int, End]]:
     """Positions in ascending order, largest first; no position twice."""

@@ -81,7 +81,7 @@ def _stacked_inner(u, v):
         jnp.sum(a * b, axis=tuple(range(1, a.ndim)))
         for a, b in zip(jax.tree.leaves(u), jax.tree.leaves(v), strict=True)
     ]
-    dtype = jnp.result_type(*parts)
+    dtype = trees.widest_dtype(*parts)
     return sum(part.astype(dtype) for part in parts)
 
 
@@ -91,7 +91,7 @@ def hutchinson_trace(
     key: probes.Key,
     *,
     num_probes: int = 32,
-    kind: probes.Kind = "rademacher",
+    kind: str = "rademacher",
     relative_error: float | None = None,
     confidence: float = 0.95,
     block_size: int = 1,

@@ -1,7 +1,6 @@
 """Random probe vectors whose numbers depend on seed and parameter path only."""
 
 import functools
-import typing
 import zlib
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from t5x_fwdloss.curvature import trees
 
-Kind = typing.Literal["rademacher", "normal"]
+KINDS = {"rademacher": jax.random.rademacher, "normal": jax.random.normal}
 Key = int | np.integer | Array | np.ndarray
 
 
@@ -57,7 +56,7 @@ def sharding_of(leaf) -> jax.sharding.Sharding | None:
 
 @functools.cache
 def _sampler(structure, paths, avals, shardings, kind, stacked):
-    draw = {"rademacher": jax.random.rademacher, "normal": jax.random.normal}[kind]
+    draw = KINDS[kind]
 
     def sample(key):
         leaves = [
@@ -73,8 +72,8 @@ def _sampler(structure, paths, avals, shardings, kind, stacked):
 
 
 def _sample(key, params, kind, stacked):
-    if kind not in typing.get_args(Kind):
-        raise ValueError(f"kind must be one of {typing.get_args(Kind)}: got {kind!r}.")
+    if kind not in tuple(KINDS):
+        raise ValueError(f"kind must be one of {tuple(KINDS)}: got {kind!r}.")
     floats = trees.float_part(params)
     leaves = jax.tree.leaves(floats)
     avals = tuple((leaf.shape, trees.vector_dtype(leaf)) for leaf in leaves)
@@ -94,7 +93,7 @@ def _sample(key, params, kind, stacked):
         return sampler(key)
 
 
-def random_like(key: Key, params: PyTree, kind: Kind = "rademacher") -> PyTree:
+def random_like(key: Key, params: PyTree, kind: str = "rademacher") -> PyTree:
     """A random vector with independent entries of mean zero and variance one.
 
     The key of a leaf is `fold_in(key, crc32(path))`, so the numbers do not depend on
@@ -114,7 +113,7 @@ def random_like(key: Key, params: PyTree, kind: Kind = "rademacher") -> PyTree:
 
 
 def random_stack(
-    key: Key, indices: list[int], params: PyTree, kind: Kind = "rademacher"
+    key: Key, indices: list[int], params: PyTree, kind: str = "rademacher"
 ) -> PyTree:
     """The vectors `random_like(fold_in(key, i), params, kind)`, stacked first axis.
 

@@ -22,9 +22,7 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import trees
 
-Mode = typing.Literal[
-    "forward_over_reverse", "reverse_over_forward", "reverse_over_reverse"
-]
+MODES = ("forward_over_reverse", "reverse_over_forward", "reverse_over_reverse")
 Function = collections.abc.Callable[..., typing.Any]
 
 
@@ -78,7 +76,7 @@ def gradient(loss: Function) -> Function:
     return product
 
 
-def hessian_product(loss: Function, mode: Mode = "forward_over_reverse") -> Function:
+def hessian_product(loss: Function, mode: str = "forward_over_reverse") -> Function:
     r"""The function `(params, v, *args) -> H v`.
 
     Args:
@@ -96,8 +94,8 @@ def hessian_product(loss: Function, mode: Mode = "forward_over_reverse") -> Func
     Raises:
       ValueError: The mode is unknown.
     """
-    if mode not in typing.get_args(Mode):
-        raise ValueError(f"mode must be one of {typing.get_args(Mode)}: got {mode!r}.")
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {MODES}: got {mode!r}.")
 
     def product(params, v, *args):
         function = of_floats(loss, params, args)

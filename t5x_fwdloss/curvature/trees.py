@@ -58,7 +58,13 @@ def merge(floats: PyTree, params: PyTree) -> PyTree:
 
 def vector_dtype(leaf) -> np.dtype:
     """The type of a vector's leaf: float32, or the leaf's own type where it is wider."""
-    return jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+    return widest_dtype(leaf, np.float32)
+
+
+def widest_dtype(*leaves) -> np.dtype:
+    """The float type with the most bits among those of the leaves."""
+    dtypes = [np.dtype(jnp.result_type(leaf)) for leaf in leaves]
+    return max(dtypes, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def dimension(params: PyTree) -> int:
@@ -101,12 +107,13 @@ def leaf_inners(u: PyTree, v: PyTree) -> Float[Array, " leaves"]:
     """The inner product of each pair of leaves, in float32 or wider."""
 
     def one(a, b):
-        return jnp.sum(_wide(a) * _wide(b))
+        dtype = widest_dtype(a, b, np.float32)
+        return jnp.sum(a.astype(dtype) * b.astype(dtype))
 
     parts = jax.tree.leaves(jax.tree.map(one, u, v))
     if not parts:
         return jnp.zeros([0], jnp.float32)
-    dtype = jnp.result_type(*parts)
+    dtype = widest_dtype(*parts)
     return jnp.stack([part.astype(dtype) for part in parts])
 
 
