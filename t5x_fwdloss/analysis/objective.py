@@ -184,6 +184,10 @@ class Objective:
         """How often each derivative was traced: once each, unless shapes change."""
         return self._programs.num_traces
 
+    def key(self, number: int) -> jax.Array | None:
+        """The fixed dropout key of batch `number`; None where dropout is off."""
+        return self._keys[number]
+
     def batch_loss(self, params: PyTree, batch: Any, key: Any = None) -> jax.Array:
         """One batch's share of the objective, $n_b / W$: traceable, differentiable."""
         share = self._numerator(params, batch, key) / self.W

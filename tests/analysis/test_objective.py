@@ -73,7 +73,8 @@ def test_the_normalizer_is_the_total_over_all_batches(factor, kind, total):
     found = objective(4, factor=factor)
     tokens = toy.examples()["decoder_loss_weights"].sum()
     assert found.normalizer_kind == kind
-    assert found.W == pytest.approx(tokens if total == "tokens" else total)
+    expected_total = tokens if total == "tokens" else total
+    assert found.W == pytest.approx(expected_total)
     assert found.num_tokens == tokens
     unnormalized = objective(12, factor=None)
     if kind != "per_sequence":

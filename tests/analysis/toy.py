@@ -18,6 +18,7 @@ class SoftmaxRegression(LossMixin):
     """Logits x W + b: linear in the parameters, so Gauss-Newton is the Hessian."""
 
     def __init__(self, *, impl="custom_jvp", smoothing=0.0, z_loss=0.0, factor=None):
+        """The settings that `LossMixin` reads."""
         self._loss_impl = impl
         self._loss_chunk_length = None
         self._label_smoothing = smoothing

@@ -1,0 +1,61 @@
+"""Whether a tangent can be pushed forward through a loss; found out without compiling.
+
+JAX traces a jvp through a `jax.custom_vjp` function and fails only when the result is
+used: what it leaves in the trace is the primitive `custom_lin`.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from t5x_fwdloss.curvature.products import directional_derivative
+
+
+def blocking_functions(
+    loss: Callable[..., Any], params: Any, direction: Any, *args: Any
+) -> list[str] | None:
+    """The `jax.custom_vjp` functions that a tangent of the loss meets.
+
+    Args:
+        loss: `(params, *args)` to a scalar.
+        params: parameters.
+        direction: a vector like them.
+        *args: the loss's other arguments.
+
+    Returns:
+        None if the loss has a forward mode; else the names of the `custom_vjp`
+        functions in it (empty where JAX does not tell them).
+    """
+    product = directional_derivative(loss)
+    pushed = jax.make_jaxpr(product)(params, direction, *args)
+    if all(eqn.primitive.name != "custom_lin" for eqn in _equations(pushed.jaxpr)):
+        return None
+    plain = jax.make_jaxpr(loss)(params, *args)
+    names = [
+        eqn.params["call_jaxpr"].jaxpr.debug_info.func_name
+        for eqn in _equations(plain.jaxpr)
+        if eqn.primitive.name == "custom_vjp_call"
+    ]
+    return list(dict.fromkeys(names))
+
+
+def _equations(jaxpr) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+def narrowest_product(loss: Callable[..., Any], params: Any, *args: Any) -> str:
+    """The narrowest floating-point type of an operand of the loss's matrix products."""
+    traced = jax.make_jaxpr(loss)(params, *args)
+    found = ["float32"]
+    for eqn in _equations(traced.jaxpr):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+            types = [v.aval.dtype for v in eqn.invars]
+            found += [
+                str(t) for t in types if jax.numpy.issubdtype(t, jax.numpy.floating)
+            ]
+    return min(found, key=lambda name: -float(jax.numpy.finfo(name).eps))

@@ -1,0 +1,11 @@
+"""What can be measured: one dataclass of settings each, to be bound by gin."""
+
+from t5x_fwdloss.analysis.measurements.context import Context as Context
+from t5x_fwdloss.analysis.measurements.context import Measurement as Measurement
+from t5x_fwdloss.analysis.measurements.directions import (
+    DirectionalDerivatives as DirectionalDerivatives,
+)
+from t5x_fwdloss.analysis.measurements.eigenpairs import (
+    HessianEigenpairs as HessianEigenpairs,
+)
+from t5x_fwdloss.analysis.measurements.trace import HessianTrace as HessianTrace

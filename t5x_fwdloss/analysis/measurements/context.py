@@ -1,0 +1,105 @@
+"""What a measurement is given, and what it must be."""
+
+import dataclasses
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+from etils import epath
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis.numbers import MeasurementResult
+from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.progress import Progress
+
+
+@dataclasses.dataclass
+class Context:
+    """One run, as its measurements see it.
+
+    Attributes:
+        objective: the loss over the fixed list of batches.
+        params: the checkpoint's parameters, float32 or wider, on their mesh.
+        seed: the run's seed.
+        load_params: path of another checkpoint to its parameters.
+        state_path: measurement name to the folder where it may save how far it is.
+        is_primary: whether this process writes and shows progress.
+    """
+
+    objective: Objective
+    params: PyTree
+    seed: int
+    load_params: Callable[[str], PyTree] | None
+    state_path: Callable[[str], epath.Path]
+    is_primary: bool = True
+    _gradient: PyTree | None = None
+
+    @property
+    def unit(self) -> str:
+        """The unit of the loss."""
+        return self.objective.normalizer.unit
+
+    @property
+    def slope_unit(self) -> str:
+        """The unit of a first derivative along a unit vector of parameters."""
+        return f"{self.unit} per θ"
+
+    @property
+    def curvature_unit(self) -> str:
+        """The unit of a second derivative along a unit vector of parameters."""
+        return f"{self.unit} per θ²"
+
+    def key(self, purpose: str) -> jax.Array:
+        """A key that depends on the run's seed and the purpose only."""
+        root = jax.random.key(self.seed, impl="threefry2x32")
+        return jax.random.fold_in(root, zlib.crc32(purpose.encode()))
+
+    def gradient(self) -> PyTree:
+        """The gradient at the checkpoint, computed once."""
+        if self._gradient is None:
+            self._gradient = self.objective.gradient(self.params)
+        return self._gradient
+
+    def progress(self, title: str, total: int, done: int = 0) -> Progress:
+        """Progress of `total` steps, shown by process 0."""
+        return Progress(title, total, is_primary=self.is_primary, done=done)
+
+
+class Measurement(Protocol):
+    """A dataclass of settings that gin can bind, and what it measures."""
+
+    name: str
+
+    def validate(self, context: Context) -> None:
+        """Refuse settings that cannot work, before anything is compiled."""
+        ...
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Measure."""
+        ...
+
+
+def result(
+    measurement: Any, numbers: dict[str, Any], **fields: Any
+) -> MeasurementResult:
+    """The result of a measurement, with its name, class and settings filled in."""
+    return MeasurementResult(
+        name=measurement.name,
+        kind=type(measurement).__name__,
+        settings=dataclasses.asdict(measurement),
+        numbers=numbers,
+        **fields,
+    )
+
+
+def check_at_least(measurement: str, name: str, value: int, least: int) -> None:
+    """Refuse a count below `least`.
+
+    Raises:
+        ValueError: names the measurement, the argument, the bound and the value.
+    """
+    if value < least:
+        raise ValueError(
+            f"{measurement}.{name} must be at least {least}: got {name}={value}."
+        )

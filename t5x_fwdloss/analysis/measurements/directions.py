@@ -1,0 +1,178 @@
+r"""Loss, slope and curvature along directions.
+
+Along a unit vector $v$ the loss is $L(\theta + t v) = L + t \langle g, v \rangle +
+\tfrac{t^2}{2} \langle v, H v \rangle + O(t^3)$. The first three numbers are measured,
+and the loss itself at some $t$, so that the report shows how far the model reaches.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis import parameters
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
+from t5x_fwdloss.curvature import probes, trees
+
+FORWARD_REVERSE = "difference of forward and reverse mode"
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectionalDerivatives:
+    """The loss along the gradient, random directions and towards other checkpoints.
+
+    Attributes:
+        name: name in the results.
+        along_gradient: whether the normalized gradient is a direction.
+        num_random: number of seeded random directions, Gaussian, of norm one.
+        checkpoints: paths of checkpoints; the direction is their parameters minus these.
+        num_points: number of points at which the loss itself is computed; 0 for none.
+        relative_radius: how far the points reach, in units of the parameters' norm.
+    """
+
+    needs_forward_mode: ClassVar[bool] = True
+
+    name: str = "directional_derivatives"
+    along_gradient: bool = True
+    num_random: int = 3
+    checkpoints: Sequence[str] = ()
+    num_points: int = 9
+    relative_radius: float = 0.02
+
+    def validate(self, context: Context) -> None:
+        """Check the counts, and that the other checkpoints load and fit.
+
+        Raises:
+            ValueError: nothing to do, a count below its bound, or no way to load.
+        """
+        check_at_least(type(self).__name__, "num_random", self.num_random, 0)
+        check_at_least(type(self).__name__, "num_points", self.num_points, 0)
+        if not (self.along_gradient or self.num_random or self.checkpoints):
+            raise ValueError(
+                "DirectionalDerivatives needs a direction: got along_gradient=False, "
+                "num_random=0 and no checkpoints."
+            )
+        if self.relative_radius <= 0:
+            raise ValueError(
+                "DirectionalDerivatives.relative_radius must be positive: got "
+                f"{self.relative_radius:g}."
+            )
+        for path in self.checkpoints:
+            if not np.isfinite(float(trees.norm(self._difference(context, path)))):
+                raise ValueError(
+                    f"the parameters of the checkpoint {path} must be finite: they "
+                    "hold NaN or Inf."
+                )
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Measure every direction, one after the other."""
+        shares = context.objective.batch_values(context.params)
+        numbers = {"loss": Number(float(np.sum(shares)), context.unit)}
+        numbers |= _spread(shares, context.unit)
+        numbers["gradient_norm"] = Number(
+            float(trees.norm(context.gradient())), context.slope_unit
+        )
+        arrays: dict[str, np.ndarray] = {"batch_losses": shares}
+        notes: list[str] = []
+        with context.progress(self.name, self._num_directions()) as progress:
+            for label, direction in self._directions(context):
+                length = float(trees.norm(direction))
+                if length == 0.0:
+                    notes.append(f"The direction {label} is zero and was left out.")
+                    continue
+                unit = trees.scale(1.0 / length, direction)
+                numbers |= self._measure(context, label, unit, length)
+                arrays |= self._points(context, label, unit, length, numbers)
+                progress.update(note=label)
+        return result(self, numbers, arrays=arrays, notes=tuple(notes))
+
+    def _num_directions(self):
+        return int(self.along_gradient) + self.num_random + len(self.checkpoints)
+
+    def _directions(self, context) -> Iterator[tuple[str, PyTree]]:
+        if self.along_gradient:
+            yield "gradient", context.gradient()
+        key = context.key(f"{self.name}/random")
+        for i in range(self.num_random):
+            probe = probes.random_like(
+                probes.probe_key(key, i), context.params, "normal"
+            )
+            yield f"random_{i}", probe
+        for i, path in enumerate(self.checkpoints):
+            yield f"checkpoint_{i}", self._difference(context, path)
+
+    def _difference(self, context, path) -> PyTree:
+        if context.load_params is None:
+            raise ValueError(
+                "DirectionalDerivatives.checkpoints needs a run that can load other "
+                f"checkpoints: got {path} and no loader."
+            )
+        other = parameters.widened(context.load_params(path))
+        here, there = (trees.float_part(p) for p in (context.params, other))
+        trees.check_like(there, here, f"checkpoint {path}")
+        there = jax.tree.map(
+            lambda x, y: jax.device_put(x, y.sharding).astype(y.dtype), there, here
+        )
+        return trees.axpy(-1.0, here, there)
+
+    def _measure(self, context, label, unit, length) -> dict[str, Number]:
+        objective, params = context.objective, context.params
+        _, slope = objective.jvp(params, unit)
+        by_gradient = float(trees.inner(context.gradient(), unit))
+        product = objective.hessian_product(params, unit)
+        curvature = float(trees.inner(unit, product))
+        found = {
+            "slope": Number(
+                slope, context.slope_unit, abs(slope - by_gradient), FORWARD_REVERSE
+            ),
+            "curvature": Number(curvature, context.curvature_unit),
+        }
+        if label.startswith("checkpoint"):
+            found["distance"] = Number(length, "θ")
+        if curvature > 0:
+            found["step_to_minimum"] = Number(-slope / curvature, "θ")
+        return {f"{label}/{name}": number for name, number in found.items()}
+
+    def _points(self, context, label, unit, length, numbers) -> dict[str, np.ndarray]:
+        if not self.num_points:
+            return {}
+        slope = numbers[f"{label}/slope"].value
+        curvature = numbers[f"{label}/curvature"].value
+        if label.startswith("checkpoint"):
+            steps = np.linspace(0.0, length, self.num_points)
+        else:
+            floats = trees.float_part(context.params)
+            reach = self.relative_radius * float(trees.norm(floats))
+            if curvature > 0 and slope:
+                # Twice the way to the minimum shows the bowl; far beyond it does not.
+                reach = min(reach, 2 * abs(slope) / curvature)
+            steps = np.linspace(-reach, reach, self.num_points)
+        losses = [
+            context.objective.value(_moved(context.params, step, unit))
+            for step in steps.astype(np.float32)
+        ]
+        return {
+            f"{label}/steps": steps,
+            f"{label}/losses": np.asarray(losses),
+            f"{label}/model": numbers["loss"].value
+            + slope * steps
+            + curvature * steps**2 / 2,
+        }
+
+
+def _moved(params: PyTree, step: float, unit: PyTree) -> PyTree:
+    moved = trees.axpy(step, unit, trees.float_part(params))
+    return trees.merge(moved, params)
+
+
+def _spread(shares: np.ndarray, unit: str) -> dict[str, Number]:
+    # How much the loss would vary over other batches drawn like these; the loss over
+    # these batches itself has no error but rounding.
+    if len(shares) < 2:
+        return {}
+    error = float(np.std(shares, ddof=1) * np.sqrt(len(shares)))
+    return {"loss_spread_over_batches": Number(error, unit, count=len(shares))}

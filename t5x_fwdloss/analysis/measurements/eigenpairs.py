@@ -1,0 +1,131 @@
+"""The largest and smallest eigenpairs of the Hessian, by Lanczos from the host."""
+
+import dataclasses
+import itertools
+
+from t5x_fwdloss.analysis.lanczos_state import LanczosState
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.numbers import RESIDUAL, MeasurementResult, Number
+from t5x_fwdloss.curvature import eigenpairs, probes
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianEigenpairs:
+    """Eigenvalues at both ends of the Hessian's spectrum, each with its true residual.
+
+    Attributes:
+        name: name in the results.
+        num_largest: pairs wanted at the upper end.
+        num_smallest: pairs wanted at the lower end, the most negative first.
+        max_steps: largest number of Hessian products spent on the space.
+        tolerance: residual at which a pair is converged, relative to the largest
+            magnitude of an eigenvalue.
+        max_basis: largest number of vectors held at once, or None for `max_steps`.
+        basis_on_host: whether the vectors are kept in host memory.
+        save_every: steps between two saved states; a preempted run goes on from there.
+    """
+
+    name: str = "hessian_eigenpairs"
+    num_largest: int = 5
+    num_smallest: int = 2
+    max_steps: int = 80
+    tolerance: float = 1e-3
+    max_basis: int | None = None
+    basis_on_host: bool = False
+    save_every: int = 10
+
+    def validate(self, context: Context) -> None:
+        """Check the counts and the tolerance.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        del context
+        title = type(self).__name__
+        for name, least in (
+            ("num_largest", 0),
+            ("num_smallest", 0),
+            ("max_steps", 1),
+            ("save_every", 1),
+        ):
+            check_at_least(title, name, getattr(self, name), least)
+        if self.num_largest + self.num_smallest < 1:
+            raise ValueError(f"{title} needs num_largest or num_smallest: both are 0.")
+        if not 0 < self.tolerance < 1:
+            raise ValueError(
+                f"{title}.tolerance must lie between 0 and 1: got {self.tolerance:g}."
+            )
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Run Lanczos, from the saved state if there is one."""
+        key = context.key(f"{self.name}/start")
+        start = probes.random_like(key, context.params, "normal")
+        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        state = saved.restore(start)
+        done = 0 if state is None else state.space.num_products
+        with context.progress(self.name, self.max_steps, done) as progress:
+
+            def on_step(state):
+                progress.update(note=_extremes(state))
+                if state.space.num_products % self.save_every == 0:
+                    saved.save(state)
+
+            found = eigenpairs(
+                lambda v: context.objective.hessian_product(context.params, v),
+                start,
+                num_largest=self.num_largest,
+                num_smallest=self.num_smallest,
+                max_steps=self.max_steps,
+                tolerance=self.tolerance,
+                max_basis=self.max_basis,
+                basis_on_host=self.basis_on_host,
+                fresh=lambda i: probes.random_like(
+                    probes.probe_key(key, i), start, "normal"
+                ),
+                on_step=on_step,
+                state=state,
+            )
+        return self._result(context, found)
+
+    def _result(self, context, found) -> MeasurementResult:
+        numbers = {}
+        counters = {"largest": itertools.count(1), "smallest": itertools.count(1)}
+        for i, end in enumerate(found.ends):
+            numbers[f"{end}_{next(counters[end])}"] = Number(
+                float(found.eigenvalues[i]),
+                context.curvature_unit,
+                float(found.residuals[i]),
+                RESIDUAL,
+                converged=bool(found.converged[i]),
+                count=found.num_steps,
+            )
+        numbers["orthogonality"] = Number(found.orthogonality, "1")
+        numbers["num_products"] = Number(float(found.num_products), "1")
+        missing = [name for name, number in numbers.items() if not number.converged]
+        notes = []
+        if missing:
+            notes.append(
+                f"Not converged after {found.num_steps} steps to a relative residual "
+                f"of {self.tolerance:g}: {', '.join(missing)}. More max_steps, or a "
+                "larger tolerance, would do; the residuals are true either way."
+            )
+        if found.exhausted:
+            notes.append(
+                "The Krylov space became invariant: it holds every eigenvector that "
+                "the start vector can see."
+            )
+        return result(
+            self,
+            numbers,
+            notes=tuple(notes),
+            arrays={
+                "eigenvalues": found.eigenvalues,
+                "residuals": found.residuals,
+                "history": found.history,
+            },
+        )
+
+
+def _extremes(state) -> str:
+    values, _, _ = state.space.ritz()
+    return f"Ritz values {values[0]:.4g} to {values[-1]:.4g}"

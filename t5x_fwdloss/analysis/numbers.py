@@ -1,0 +1,122 @@
+"""A measured number and a measurement's result, as they are reported and stored.
+
+No number travels alone: each has its unit, its error or the statement that it is exact
+up to rounding, and whether it is converged.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+EXACT = "exact up to rounding"
+RESIDUAL = "residual norm: an eigenvalue lies this near"
+STANDARD_ERROR = "standard error of the mean"
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """One number of a report.
+
+    Attributes:
+        value: the number.
+        unit: its unit, '1' for a pure number.
+        error: half-width of its error bar; None where it is exact up to rounding.
+        error_kind: what the error means.
+        converged: whether the method reached what was asked of it.
+        interval: confidence interval, where there is one.
+        count: number of samples, steps or products behind it.
+    """
+
+    value: float
+    unit: str
+    error: float | None = None
+    error_kind: str = EXACT
+    converged: bool = True
+    interval: tuple[float, float] | None = None
+    count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasurementResult:
+    """What one measurement found.
+
+    Attributes:
+        name: the measurement's name, unique in its run.
+        kind: the measurement's class, which chooses the plots.
+        settings: the measurement's constructor arguments.
+        numbers: the numbers by name, in the order of the report.
+        arrays: what goes beside them into the .npz file.
+        notes: sentences for the reader.
+        seconds: wall time, compilation included.
+    """
+
+    name: str
+    kind: str
+    settings: dict[str, Any]
+    numbers: dict[str, Number]
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def converged(self) -> bool:
+        """Whether every number is converged."""
+        return all(number.converged for number in self.numbers.values())
+
+
+def to_json(value: Any) -> Any:
+    """The value in JSON's types; NaN and infinities, which JSON lacks, become null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_json(
+            {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        )
+    if isinstance(value, dict):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return to_json(value.tolist())
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)
+
+
+def result_to_json(result: MeasurementResult) -> dict[str, Any]:
+    """The result without its arrays, which are stored beside it."""
+    found = to_json(dataclasses.replace(result, arrays={}))
+    found.pop("arrays")
+    return found | {"converged": result.converged, "status": "finished"}
+
+
+def result_from_json(
+    found: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> MeasurementResult:
+    """The inverse of `result_to_json`; null values become NaN again."""
+    numbers = {name: _number(x) for name, x in found["numbers"].items()}
+    return MeasurementResult(
+        name=found["name"],
+        kind=found["kind"],
+        settings=found["settings"],
+        numbers=numbers,
+        arrays=arrays,
+        notes=tuple(found["notes"]),
+        seconds=found["seconds"],
+    )
+
+
+def _number(found: dict[str, Any]) -> Number:
+    value, interval = found["value"], found["interval"]
+    # An error that is not a number is not a number that is exact.
+    lost = found["error"] is None and found["error_kind"] != EXACT
+    return Number(
+        **found
+        | {
+            "value": math.nan if value is None else value,
+            "error": math.nan if lost else found["error"],
+            "interval": None if interval is None else tuple(interval),
+        }
+    )

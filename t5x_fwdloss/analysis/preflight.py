@@ -1,0 +1,165 @@
+r"""The checks a run makes of itself before it measures anything.
+
+With a direction $u = g/\|g\| + r$, r random of norm one, and $w = H u / \|H u\|$: the
+loss must give the same value twice; the jvp along $u$ must be $\langle g, u \rangle$;
+$\langle u, H w \rangle$ must be $\langle w, H u \rangle = \|H u\|$, which for an operator
+that is not symmetric fails however many parameters there are; and $H 0$ must be 0.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis import forward_mode, parameters
+from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.curvature import probes, trees
+
+# Relative tolerances by the narrowest type that the network multiplies matrices in:
+# what rounding through a dozen layers leaves of agreement, with room to spare.
+TOLERANCES = {
+    "float64": 1e-8,
+    "float32": 5e-4,
+    "float16": 2e-2,
+    "bfloat16": 1e-1,
+}
+
+
+class PreflightError(RuntimeError):
+    """A check that failed before the run measured anything; names itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One passed check: the two numbers that were compared, and how closely.
+
+    Attributes:
+        name: what was compared.
+        first: one number.
+        second: the other number.
+        tolerance: the largest difference that passes.
+        meaning: what is wrong where it fails.
+    """
+
+    name: str
+    first: float
+    second: float
+    tolerance: float
+    meaning: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the numbers agree; NaN agrees with nothing."""
+        return abs(self.first - self.second) <= self.tolerance
+
+
+def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") -> bool:
+    """Whether a tangent can be pushed through the loss; compiles nothing.
+
+    Args:
+        objective: what will be measured.
+        params: parameters of the checkpoint.
+        needed_by: name of a measurement that cannot do without, if there is one.
+
+    Raises:
+        PreflightError: `needed_by` is given, and the loss or a part of the network is a
+            `jax.custom_vjp` function.
+    """
+    params = parameters.widened(params)
+    direction = trees.float_part(params)
+    found = forward_mode.blocking_functions(
+        objective.batch_loss, params, direction, objective.batches[0], objective.key(0)
+    )
+    if found is None or not needed_by:
+        return found is None
+    if objective.settings.get("loss_impl") == "custom_vjp":
+        raise PreflightError(
+            f"{needed_by} needs a loss that is differentiable forwards, and LOSS_IMPL = "
+            '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
+            "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
+            "gradients and the checkpoint stay the same."
+        )
+    named = f" ({', '.join(found)})" if found else ""
+    raise PreflightError(
+        f"{needed_by} needs a model that is differentiable forwards, and a part of it "
+        f"is a jax.custom_vjp function{named}: choose the plain form of that part, or "
+        f"leave {needed_by} out of MEASUREMENTS."
+    )
+
+
+def check_objective(
+    objective: Objective, params: PyTree, key: jax.Array, *, forward: bool = True
+) -> list[Check]:
+    """Run every check; the list goes into the results.
+
+    Args:
+        objective: what will be measured.
+        params: parameters of the checkpoint.
+        key: a threefry key for the random part of the directions.
+        forward: whether the loss has a forward mode to be checked.
+
+    Raises:
+        PreflightError: the first check that fails, with both numbers.
+    """
+    dtype = forward_mode.narrowest_product(
+        objective.batch_loss,
+        parameters.widened(params),
+        objective.batches[0],
+        objective.key(0),
+    )
+    relative = TOLERANCES.get(dtype, 1e-1)
+    done = []
+    for check in _checks(objective, params, key, relative, forward):
+        if not check.passed:
+            raise PreflightError(
+                f"the check '{check.name}' failed: {check.first:.9g} and "
+                f"{check.second:.9g} must differ by at most {check.tolerance:.3g}; "
+                f"{check.meaning}."
+            )
+        done.append(check)
+    return done
+
+
+def _checks(objective, params, key, relative, forward):
+    value = objective.value(params)
+    yield Check(
+        "loss twice",
+        value,
+        objective.value(params),
+        1e-6 * abs(value),
+        "the loss is random: turn dropout off, or give one fixed key per batch",
+    )
+    gradient = objective.gradient(params)
+    length = float(trees.norm(gradient))
+    noise = probes.random_like(key, params, "normal")
+    u = trees.scale(1.0 / float(trees.norm(noise)), noise)
+    if length > 0:
+        u = trees.axpy(1.0 / length, gradient, u)
+    if forward:
+        _, slope = objective.jvp(params, u)
+        yield Check(
+            "jvp equals <gradient, v>",
+            slope,
+            float(trees.inner(gradient, u)),
+            relative * length * float(trees.norm(u)),
+            "forward and reverse mode differ: a derivative rule in the model is wrong",
+        )
+    product = objective.hessian_product(params, u)
+    length = float(trees.norm(product))
+    w = trees.scale(1.0 / length, product) if length > 0 else u
+    again = objective.hessian_product(params, w)
+    yield Check(
+        "u.Hv equals v.Hu",
+        float(trees.inner(u, again)),
+        float(trees.inner(w, product)),
+        relative * float(trees.norm(u)) * float(trees.norm(again)),
+        "the Hessian is not symmetric: the loss is random or a derivative rule is wrong",
+    )
+    zero = objective.hessian_product(params, trees.scale(0.0, u))
+    yield Check(
+        "H.0 equals 0",
+        float(trees.norm(zero)),
+        0.0,
+        0.0,
+        "the product with the Hessian is not linear",
+    )

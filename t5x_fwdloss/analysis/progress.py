@@ -1,0 +1,87 @@
+"""Progress of long work with the time left: a bar on a terminal, lines elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+from absl import logging
+from tqdm import tqdm
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress:
+    """Counts steps of one piece of work; a context manager.
+
+    On a terminal it draws a tqdm bar. Elsewhere it logs a line when it starts and ends
+    and at most every ten seconds between. Only process 0 shows anything.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        is_primary: bool = True,
+        done: int = 0,
+        stream: TextIO | None = None,
+    ):
+        """Work of at most `total` steps.
+
+        Args:
+            title: what is being done.
+            total: the number of steps; work that converges may end earlier.
+            is_primary: whether this process shows anything.
+            done: steps done by an earlier run.
+            stream: where the bar goes; standard error by default.
+        """
+        self._title, self._total, self._done = title, total, done
+        self._first = done
+        stream = sys.stderr if stream is None else stream
+        self._bar = None
+        self._shown = is_primary
+        self._start = self._last = time.monotonic()
+        if is_primary and stream is not None and stream.isatty():
+            self._bar = tqdm(
+                desc=title, total=total, initial=done, file=stream, leave=False
+            )
+
+    def __enter__(self) -> "Progress":
+        """Itself; the work begins."""
+        self._line(f"{self._title}: starts at {self._done} of {self._total}")
+        return self
+
+    def update(self, steps: int = 1, note: str = "") -> None:
+        """Count `steps` more; `note` says how it stands."""
+        self._done += steps
+        if self._bar is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+            self._bar.update(steps)
+            return
+        now = time.monotonic()
+        if now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            self._line(self.line(now - self._start, note))
+
+    def line(self, seconds: float, note: str = "") -> str:
+        """The log line after `seconds`: what is done, the time gone, the time left."""
+        fresh = self._done - self._first
+        left = "unknown"
+        if fresh > 0:
+            left = f"{seconds / fresh * (self._total - self._done):.0f} s"
+        about = f", {note}" if note else ""
+        return (
+            f"{self._title}: {self._done} of {self._total}, {seconds:.0f} s gone, at "
+            f"most {left} left{about}"
+        )
+
+    def __exit__(self, *_) -> None:
+        """The work is over, well or not."""
+        if self._bar is not None:
+            self._bar.close()
+        seconds = time.monotonic() - self._start
+        self._line(f"{self._title}: {self._done} of {self._total} in {seconds:.1f} s")
+
+    def _line(self, text: str) -> None:
+        if self._shown and self._bar is None:
+            logging.info("%s", text)

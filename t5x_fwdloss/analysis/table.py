@@ -1,0 +1,72 @@
+"""The numbers of a run as a table for the terminal."""
+
+import io
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
+
+DASH = "\N{EN DASH}"
+
+
+def print_table(
+    document: dict[str, Any],
+    results: Sequence[MeasurementResult],
+    report_path: Any,
+    stream: TextIO | None = None,
+) -> None:
+    """Print every number with its error, and where the report lies.
+
+    Args:
+        document: the content of `results.json`.
+        results: the finished measurements.
+        report_path: path of the report.
+        stream: where to print; standard output by default.
+    """
+    lines = [f"Loss: {document['normalizer']['words']}."]
+    for result in results:
+        rows = [
+            (name, format_value(x), format_error(x), x.unit, _state(x))
+            for name, x in result.numbers.items()
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        lines += ["", f"{result.name} ({result.seconds:.1f} s)"]
+        for row in rows:
+            cells = [
+                row[0].ljust(widths[0]),
+                row[1].rjust(widths[1]),
+                row[2].ljust(widths[2]),
+                row[3].ljust(widths[3]),
+                row[4],
+            ]
+            lines.append(("  " + "  ".join(cells)).rstrip())
+        lines += [f"  {note}" for note in result.notes]
+    for entry in document["measurements"]:
+        if entry["status"] == "failed":
+            lines += ["", f"{entry['name']} FAILED: {entry['reason']}"]
+    lines += ["", f"Report: {report_path}", ""]
+    (stream or sys.stdout or io.StringIO()).write("\n".join(lines))
+
+
+def format_value(number: Number) -> str:
+    """Six digits, or as many as the error leaves; a dash for what is not a number."""
+    if not math.isfinite(number.value):
+        return DASH
+    if number.unit == "1" and number.value == int(number.value):
+        return f"{int(number.value)}"
+    return f"{number.value:.6g}"
+
+
+def format_error(number: Number) -> str:
+    """The error bar, or nothing for what is exact up to rounding."""
+    if number.error is None:
+        return ""
+    if not math.isfinite(number.error):
+        return "± unknown"
+    return f"± {number.error:.2g}"
+
+
+def _state(number: Number) -> str:
+    return "" if number.converged else "not converged"
