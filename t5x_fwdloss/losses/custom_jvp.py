@@ -53,7 +53,7 @@ def token_cross_entropy(
         z_loss: the coefficient $c \ge 0$; may be traced, its derivative is
             $(\log Z)^2$.
     """
-    terms = _token_terms(logits, labels, label_smoothing)
+    terms = token_terms(logits, labels, label_smoothing)
     return _loss_and_z_term(terms, z_loss)
 
 
@@ -82,42 +82,44 @@ def _loss_and_z_term(terms, z_loss):
     return cross_entropy + z_term, z_term
 
 
-def _against_targets(values, logits, labels, label_smoothing):
-    """Sums of target times value over the classes, those at -inf left out of the smoothing."""
+def against_targets(values, logits, labels, label_smoothing):
+    """Sums of target times value over the classes, those at -inf left out of the smoothing.
+
+    One sum over one product, not one sum for the label and one for the rest: compilers
+    that keep the operand of a reduction in memory then keep a single one.
+    """
     on_value, off_value = on_and_off_values(label_smoothing, logits.shape[-1])
-    zero = jnp.zeros_like(values)
-    picked = jnp.where(label_mask(labels, logits.shape[-1]), values, zero)
-    total = (on_value - off_value) * jnp.sum(picked, axis=-1)
+    rest = jnp.zeros_like(values)
     if off_value:
-        present = jnp.where(logits > -jnp.inf, values, zero)
-        total += off_value * jnp.sum(present, axis=-1)
-    return total
+        rest = jnp.where(logits > -jnp.inf, off_value * values, rest)
+    on_label = label_mask(labels, logits.shape[-1])
+    return jnp.sum(jnp.where(on_label, on_value * values, rest), axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _token_terms(logits, labels, label_smoothing):
+def token_terms(logits, labels, label_smoothing):
     """(C, l, m, S) of each token."""
     logits = logits.astype(accumulation_dtype(logits.dtype))
     shift, log_sum = shifted_log_sum(logits)
     against = functools.partial(
-        _against_targets, logits=logits, labels=labels, label_smoothing=label_smoothing
+        against_targets, logits=logits, labels=labels, label_smoothing=label_smoothing
     )
     mass = against(jnp.ones_like(logits))
     cross_entropy = mass * log_sum - against(logits - shift[..., None])
     return cross_entropy, log_sum, shift, mass
 
 
-@_token_terms.defjvp
+@token_terms.defjvp
 def _token_terms_jvp(label_smoothing, primals, tangents):
     # C_dot = S <p, z_dot> - <t, z_dot>.  Labels are integers: their tangent is float0.
     logits, labels = primals
     logits_dot, _ = tangents
-    terms = _token_terms(logits, labels, label_smoothing)
+    terms = token_terms(logits, labels, label_smoothing)
     _, log_sum, shift, mass = terms
     logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
     probs = probabilities(logits, shift, log_sum)
     log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
-    cross_entropy_dot = mass * log_sum_dot - _against_targets(
+    cross_entropy_dot = mass * log_sum_dot - against_targets(
         logits_dot, logits, labels, label_smoothing
     )
     zero = jnp.zeros_like(shift)

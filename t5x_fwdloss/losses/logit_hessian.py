@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, ScalarLike
 
-from t5x_fwdloss.losses.custom_jvp import _token_terms
+from t5x_fwdloss.losses.custom_jvp import token_terms
 from t5x_fwdloss.losses.log_normalizer import probabilities
 
 
@@ -30,7 +30,7 @@ def logit_hessian_product(
         label_smoothing: the mass moved off the label, in [0, 1).
         z_loss: the coefficient $c \ge 0$.
     """
-    _, log_sum, shift, mass = _token_terms(logits, labels, label_smoothing)
+    _, log_sum, shift, mass = token_terms(logits, labels, label_smoothing)
     dtype = shift.dtype
     probs = probabilities(logits.astype(dtype), shift, log_sum)
     weighted = probs * tangent.astype(dtype)
