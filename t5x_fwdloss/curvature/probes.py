@@ -4,6 +4,7 @@ import functools
 import zlib
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
@@ -50,8 +51,10 @@ def path_hash(path: str) -> np.uint32:
 
 
 def sharding_of(leaf) -> jax.sharding.Sharding | None:
-    """The leaf's sharding where it is an array that has one, else None."""
-    return leaf.sharding if isinstance(leaf, jax.Array) else None
+    """The leaf's sharding where it is a concrete array, else None."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        return None
+    return leaf.sharding
 
 
 @functools.cache

@@ -133,13 +133,37 @@ def gauss_newton_product(outputs: Function, output_hessian: Function) -> Functio
         function = of_floats(outputs, params, args)
         floats = trees.float_part(params)
         z, jacobian = jax.linearize(function, floats)
-        z_dot = jacobian(tangent(v, params))
-        z_bar = output_hessian(z, z_dot, *args)
-        z_bar = jax.tree.map(lambda bar, dot: bar.astype(dot.dtype), z_bar, z_dot)
-        (result,) = jax.linear_transpose(jacobian, floats)(z_bar)
-        return trees.as_vector(result)
+        return sandwich(z, jacobian, output_hessian, params, v, args)
 
     return product
+
+
+def sandwich(
+    z: PyTree,
+    jacobian: Function,
+    output_hessian: Function,
+    params: PyTree,
+    v: PyTree,
+    args: tuple,
+) -> PyTree:
+    """The vector `J^T H_L J v`, where the outputs are linearized already.
+
+    Args:
+      z: The outputs.
+      jacobian: The linear map `v -> J v` of `jax.linearize`.
+      output_hessian: As in `gauss_newton_product`.
+      params: The parameters.
+      v: The vector.
+      args: Further arguments of `output_hessian`.
+
+    Returns:
+      The product.
+    """
+    z_dot = jacobian(tangent(v, params))
+    z_bar = output_hessian(z, z_dot, *args)
+    z_bar = jax.tree.map(lambda bar, dot: bar.astype(dot.dtype), z_bar, z_dot)
+    (result,) = jax.linear_transpose(jacobian, trees.float_part(params))(z_bar)
+    return trees.as_vector(result)
 
 
 def jacobian_product(outputs: Function) -> Function:

@@ -1,0 +1,186 @@
+r"""Products that linearize once per batch, and are then cheap to repeat.
+
+At fixed parameters and batch $v \mapsto A v$ is the same linear map each time.
+Linearizing the gradient (or the outputs) once keeps the intermediate values, the
+*residuals*, and saves the forward and backward pass in every later product. They take
+memory: batches are linearized as long as the compiler's own estimate fits the budget,
+the others are differentiated anew in each product. `AmortizedProduct.batches` says
+which was done for each.
+"""
+
+import collections.abc
+import dataclasses
+import os
+import typing
+
+import jax
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature import operators, products, trees
+
+# The part of free memory that residuals may take where no budget is given.
+SHARE = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRecord:
+    """How one batch is treated.
+
+    Attributes:
+      linearized: Whether its residuals are kept.
+      residual_bytes: What they take on each device, by the compiler's estimate.
+      reason: Why, in words.
+    """
+
+    linearized: bool
+    residual_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearMap:
+    """A product split in what depends on the vector and what does not.
+
+    Attributes:
+      linearize: `(params, *args) -> residuals`, pure.
+      apply: `(residuals, params, v, *args) -> A v`, pure.
+      direct: `(params, v, *args) -> A v`, pure, without residuals.
+    """
+
+    linearize: collections.abc.Callable[..., typing.Any]
+    apply: collections.abc.Callable[..., PyTree]
+    direct: collections.abc.Callable[..., PyTree]
+
+
+def hessian_map(loss: products.Function) -> LinearMap:
+    """The Hessian product, forward over reverse, as a linear map of the gradient."""
+
+    def linearize(params, *args):
+        function = products.of_floats(loss, params, args)
+        _, linear = jax.linearize(jax.grad(function), trees.float_part(params))
+        return linear
+
+    def apply(linear, params, v, *args):
+        del args
+        return trees.as_vector(linear(products.tangent(v, params)))
+
+    return LinearMap(linearize, apply, products.hessian_product(loss))
+
+
+def gauss_newton_map(
+    outputs: products.Function, output_hessian: products.Function
+) -> LinearMap:
+    """The Gauss-Newton product, with the outputs' Jacobian linearized once."""
+
+    def linearize(params, *args):
+        function = products.of_floats(outputs, params, args)
+        return jax.linearize(function, trees.float_part(params))
+
+    def apply(residuals, params, v, *args):
+        z, jacobian = residuals
+        return products.sandwich(z, jacobian, output_hessian, params, v, args)
+
+    direct = products.gauss_newton_product(outputs, output_hessian)
+    return LinearMap(linearize, apply, direct)
+
+
+def free_bytes() -> int:
+    """Memory free on the first device; for CPUs, each device's share of the host's."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // max(jax.local_device_count(), 1)
+
+
+class AmortizedProduct:
+    """The map `v -> factor * sum over batches of A_b v`, linearized where it fits.
+
+    Attributes:
+      batches: A `BatchRecord` for each batch.
+    """
+
+    def __init__(
+        self,
+        linear_map: LinearMap,
+        params: PyTree,
+        batches: collections.abc.Sequence[tuple],
+        *,
+        factor: float = 1.0,
+        memory_budget: int | None = None,
+    ):
+        """Linearizes the batches that fit, in order.
+
+        Args:
+          linear_map: The product, such as `hessian_map(loss)`.
+          params: The parameters.
+          batches: For each batch the tuple of further arguments.
+          factor: One over the normalizer of all batches together.
+          memory_budget: Bytes that residuals may take on each device; None: half of
+            what is free now; 0: never linearize.
+
+        Raises:
+          ValueError: There are no batches.
+        """
+        if not batches:
+            raise ValueError("A product must have at least one batch: got none.")
+        budget = SHARE * free_bytes() if memory_budget is None else memory_budget
+        self._params = params
+        self._args = list(batches)
+        self._factor = factor
+        linearize = jax.jit(linear_map.linearize)
+        self._apply = jax.jit(linear_map.apply)
+        self._direct = jax.jit(linear_map.direct)
+        self._apply_many = jax.jit(
+            lambda residuals, params, vs, *args: jax.vmap(
+                lambda v: linear_map.apply(residuals, params, v, *args)
+            )(vs)
+        )
+        self._direct_many = jax.jit(operators.stacked(linear_map.direct))
+        self._residuals = []
+        self.batches: list[BatchRecord] = []
+        for args in self._args:
+            self._add(linearize, args, int(budget))
+
+    def _add(self, linearize, args, budget):
+        used = sum(
+            record.residual_bytes for record in self.batches if record.linearized
+        )
+        if budget <= 0:
+            self._residuals.append(None)
+            self.batches.append(BatchRecord(False, 0, "no memory budget"))
+            return
+        compiled = linearize.lower(self._params, *args).compile()
+        analysis = compiled.memory_analysis()
+        need = int(getattr(analysis, "output_size_in_bytes", 0))
+        fits = used + need <= budget
+        sentence = (
+            f"residuals of {need} bytes, {used} already held, budget {budget} bytes"
+        )
+        self._residuals.append(linearize(self._params, *args) if fits else None)
+        self.batches.append(BatchRecord(fits, need, sentence))
+
+    @property
+    def num_linearized(self) -> int:
+        """How many batches are linearized."""
+        return sum(record.linearized for record in self.batches)
+
+    def _sum(self, apply, direct, v):
+        def part(residuals, args):
+            if residuals is None:
+                return direct(self._params, v, *args)
+            return apply(residuals, self._params, v, *args)
+
+        pairs = list(zip(self._residuals, self._args, strict=True))
+        product = lambda _, __, index: part(*pairs[index])
+        numbers = [(index,) for index in range(len(pairs))]
+        return operators.summed(product, None, numbers, factor=self._factor)(v)
+
+    def __call__(self, v: PyTree) -> PyTree:
+        """The product with one vector."""
+        return self._sum(self._apply, self._direct, v)
+
+    def stacked(self, vs: PyTree) -> PyTree:
+        """The products with vectors stacked along the first axis, in one program."""
+        return self._sum(self._apply_many, self._direct_many, vs)

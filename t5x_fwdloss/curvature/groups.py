@@ -1,0 +1,129 @@
+r"""Parameter groups by regular expression, and maps restricted to one of them.
+
+A group is a mask: a tree of booleans, `None` where the parameters are not of a float
+type. With $P$ the projection that sets all other leaves to zero, the map restricted to
+the group is $P A P$: the diagonal block of $A$, seen as a map on whole vectors.
+
+A pattern has to match the *whole* T5X path, as in T5X's own rules, so that
+`encoder/layers_1/.*` does not mean layer 10 as well.
+"""
+
+import collections.abc
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature import krylov, probes, trees
+
+
+def group_mask(params: PyTree, pattern: str) -> PyTree:
+    """The float leaves whose whole path matches a regular expression.
+
+    Args:
+      params: The parameters.
+      pattern: A regular expression for paths such as `decoder/layers_0/mlp/wi/kernel`.
+
+    Returns:
+      A tree of booleans; `None` for leaves that are not of a float type.
+
+    Raises:
+      ValueError: The pattern is not a regular expression, or matches no float leaf.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"A group must be a regular expression: got {pattern!r} ({error})."
+        ) from error
+    floats = trees.float_part(params)
+    paths = trees.leaf_paths(floats)
+    flags = [compiled.fullmatch(path) is not None for path in paths]
+    if not any(flags):
+        raise ValueError(
+            f"A group must match the whole path of at least one float parameter: "
+            f"{pattern!r} matches none of {len(paths)}, such as {paths[:3]}."
+        )
+    return jax.tree.unflatten(jax.tree.structure(floats), flags)
+
+
+def group_masks(
+    params: PyTree, patterns: collections.abc.Mapping[str, str]
+) -> dict[str, PyTree]:
+    """The mask of each named pattern; groups may overlap and need not cover all."""
+    return {name: group_mask(params, pattern) for name, pattern in patterns.items()}
+
+
+def group_paths(mask: PyTree) -> list[str]:
+    """The paths of the leaves in a group."""
+    paths, flags = trees.leaf_paths(mask), jax.tree.leaves(mask)
+    return [path for path, flag in zip(paths, flags, strict=True) if flag]
+
+
+def group_dimension(params: PyTree, mask: PyTree) -> int:
+    """The number of parameters in a group."""
+    leaves, flags = jax.tree.leaves(trees.float_part(params)), jax.tree.leaves(mask)
+    pairs = zip(leaves, flags, strict=True)
+    return sum(math.prod(leaf.shape) for leaf, flag in pairs if flag)
+
+
+@functools.partial(jax.jit, static_argnames=("flags", "shardings"))
+def _restrict(leaves, *, flags, shardings):
+    def one(leaf, keep, sharding):
+        if keep:
+            return leaf
+        zeros = jnp.zeros_like(leaf)
+        if sharding is None:
+            return zeros
+        return jax.lax.with_sharding_constraint(zeros, sharding)
+
+    return [one(*group) for group in zip(leaves, flags, shardings, strict=True)]
+
+
+def restrict(vector: PyTree, mask: PyTree) -> PyTree:
+    """The vector with all leaves outside of the group set to zero; shardings kept."""
+    leaves, structure = jax.tree.flatten(vector)
+    kept = _restrict(
+        leaves,
+        flags=tuple(jax.tree.leaves(mask)),
+        shardings=tuple(probes.sharding_of(leaf) for leaf in leaves),
+    )
+    return jax.tree.unflatten(structure, kept)
+
+
+def restricted(matvec: krylov.Matvec, mask: PyTree) -> krylov.Matvec:
+    """The map $v -> P A P v$ of a host-driven product.
+
+    Args:
+      matvec: The product with $A$.
+      mask: The group.
+
+    Returns:
+      The product with the group's diagonal block.
+    """
+    return lambda v: restrict(matvec(restrict(v, mask)), mask)
+
+
+def restricted_product(
+    product: collections.abc.Callable[..., PyTree], mask: PyTree
+) -> collections.abc.Callable[..., PyTree]:
+    """The function `(params, v, *args) -> P A P v` of a pure product.
+
+    To be jitted by the caller: the compiler then drops the work that only other groups
+    need, which `restricted` around a compiled product cannot.
+
+    Args:
+      product: A function `(params, v, *args) -> A v`.
+      mask: The group.
+
+    Returns:
+      The function.
+    """
+
+    def block(params, v, *args):
+        return restrict(product(params, restrict(v, mask), *args), mask)
+
+    return block
