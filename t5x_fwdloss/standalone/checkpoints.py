@@ -54,8 +54,8 @@ def find(path: str) -> epath.Path:
     """The folder `checkpoint_<step>` at a path: itself, or the latest in it.
 
     Raises:
-        FileNotFoundError: if there is no such folder; the message lists what is there.
-        ValueError: if it is a checkpoint of T5X's older format.
+        ValueError: if there is none, with what is there instead, or if it is one of
+            T5X's older format.
     """
     folder = epath.Path(path).resolve()
     names = sorted(x.name for x in folder.iterdir()) if folder.is_dir() else []
@@ -67,7 +67,7 @@ def find(path: str) -> epath.Path:
                 if folder.is_dir()
                 else ("there is a file" if folder.exists() else "there is nothing")
             )
-            raise FileNotFoundError(
+            raise ValueError(
                 "CHECKPOINT_PATH must be a folder checkpoint_<step>, or one that holds "
                 f"such folders: at {folder} {there}."
             )
@@ -79,7 +79,7 @@ def find(path: str) -> epath.Path:
             "python -m t5x_fwdloss.analyze, or let t5x.train restore and save it."
         )
     if "state" not in names:
-        raise FileNotFoundError(
+        raise ValueError(
             f"A checkpoint must hold a folder 'state': {folder} holds "
             f"{', '.join(names) or 'nothing'}."
         )

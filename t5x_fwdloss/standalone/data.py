@@ -5,6 +5,7 @@ A batch is a dict of NumPy arrays `[batch, length]`: `encoder_input_tokens`,
 also the segment ids and positions. Equal settings and seeds give equal batches.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
@@ -12,6 +13,25 @@ import numpy as np
 import seqio
 
 Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetConfig:
+    """What to read; the fields have the names of T5X's `DatasetConfig`.
+
+    Attributes:
+        mixture_or_task_name: a registered SeqIO task or mixture.
+        task_feature_lengths: lengths of `inputs` and `targets`; longer ones are cut.
+        batch_size: rows per batch; examples that do not fill a batch are dropped.
+        pack: whether several examples share a row.
+        seed: of the order when shuffling.
+    """
+
+    mixture_or_task_name: str
+    task_feature_lengths: Mapping[str, int]
+    batch_size: int
+    pack: bool = False
+    seed: int = 0
 
 
 def get_task(name: str) -> seqio.Task | seqio.Mixture:
@@ -24,41 +44,41 @@ def get_task(name: str) -> seqio.Task | seqio.Mixture:
     if name not in known:
         raise ValueError(
             "MIXTURE_OR_TASK_NAME must be a registered SeqIO task or mixture, and the "
-            f"module that registers it imported in gin: got {name!r}; "
-            f"registered: {', '.join(known) or 'none'}."
+            f"module that registers it imported in gin: got {name!r}; registered: "
+            f"{', '.join(known) or 'none'}."
         )
     return seqio.get_mixture_or_task(name)
 
 
-def vocabulary_size(task: seqio.Task | seqio.Mixture) -> int:
-    """The number of token ids of the larger vocabulary."""
-    return max(
-        feature.vocabulary.vocab_size for feature in task.output_features.values()
-    )
+def check_vocabulary(config: DatasetConfig, vocab_size: int) -> None:
+    """Checks that the network has a row for every token of the task.
+
+    Raises:
+        ValueError: if it has not.
+    """
+    for name, feature in get_task(config.mixture_or_task_name).output_features.items():
+        if feature.vocabulary.vocab_size > vocab_size:
+            raise ValueError(
+                f"vocab_size of the network must be at least that of {name} in "
+                f"{config.mixture_or_task_name}, {feature.vocabulary.vocab_size}: got "
+                f"{vocab_size}."
+            )
 
 
 def batches(
-    task_name: str,
-    task_feature_lengths: Mapping[str, int],
+    config: DatasetConfig,
     split: str,
-    batch_size: int,
     *,
     shuffle: bool = False,
-    seed: int | None = 0,
-    pack: bool = False,
     num_epochs: int | None = 1,
     skip_batches: int = 0,
 ) -> Iterator[Batch]:
     """The whole batches of a split, one after the other.
 
     Args:
-        task_name: a registered SeqIO task or mixture.
-        task_feature_lengths: lengths of `inputs` and `targets`; longer ones are cut.
+        config: what to read.
         split: for example "train".
-        batch_size: rows per batch; examples that do not fill a batch are dropped.
         shuffle: whether to shuffle, by the seed.
-        seed: of the order.
-        pack: whether several examples share a row.
         num_epochs: how often the split is gone through; None for ever.
         skip_batches: how many batches to leave out at the beginning.
 
@@ -66,68 +86,55 @@ def batches(
         ValueError: if the task, the split or the lengths do not exist or fit, or if
             the split does not fill a single batch.
     """
-    task = get_task(task_name)
-    if split not in task.splits:
+    name, lengths = config.mixture_or_task_name, dict(config.task_feature_lengths)
+    task = get_task(name)
+    if task.splits and split not in task.splits:
         raise ValueError(
-            f"split must be one of those of {task_name}, {sorted(task.splits)}: "
+            f"split must be one of those of {name}, {', '.join(sorted(task.splits))}: "
             f"got {split!r}."
         )
-    if set(task_feature_lengths) != set(task.output_features):
+    if set(lengths) != set(task.output_features):
         raise ValueError(
-            f"TASK_FEATURE_LENGTHS must name the features of {task_name}, "
-            f"{sorted(task.output_features)}: got {dict(task_feature_lengths)}."
+            f"TASK_FEATURE_LENGTHS must name the features of {name}, "
+            f"{', '.join(task.output_features)}: got {lengths}."
         )
-    if batch_size < 1:
-        raise ValueError(f"BATCH_SIZE must be at least 1: got {batch_size}.")
+    if config.batch_size < 1:
+        raise ValueError(f"BATCH_SIZE must be at least 1: got {config.batch_size}.")
     dataset = seqio.get_dataset(
-        task_name,
-        task_feature_lengths,
+        name,
+        lengths,
         dataset_split=split,
         shuffle=shuffle,
         num_epochs=num_epochs,
-        feature_converter=seqio.EncDecFeatureConverter(pack=pack),
-        seed=seed,
+        feature_converter=seqio.EncDecFeatureConverter(pack=config.pack),
+        seed=config.seed,
+        try_in_mem_cache=False,  # a split is rarely read to its end
     )
-    dataset = dataset.batch(batch_size, drop_remainder=True).skip(skip_batches)
+    dataset = dataset.batch(config.batch_size, drop_remainder=True).skip(skip_batches)
     found = dataset.prefetch(2).as_numpy_iterator()
     first = next(found, None)
     if first is None:
         raise ValueError(
-            f"The split {split!r} of {task_name} must fill one batch of {batch_size}: "
-            "it does not, or is empty."
+            f"The split {split!r} of {name} must fill one batch of "
+            f"{config.batch_size}: it does not, or is empty."
         )
     return itertools.chain([first], found)
 
 
-def fixed_batches(
-    task_name: str,
-    task_feature_lengths: Mapping[str, int],
-    split: str,
-    batch_size: int,
-    num_batches: int,
-    **options,
-) -> list[Batch]:
+def fixed_batches(config: DatasetConfig, split: str, num_batches: int) -> list[Batch]:
     """The first `num_batches` batches of a split, the same in every call.
-
-    Args:
-        task_name: a registered SeqIO task or mixture.
-        task_feature_lengths: lengths of `inputs` and `targets`.
-        split: for example "validation".
-        batch_size: rows per batch.
-        num_batches: how many.
-        **options: those of `batches`.
 
     Raises:
         ValueError: if `num_batches` is below one or the split has fewer.
     """
     if num_batches < 1:
-        raise ValueError(f"NUM_BATCHES must be at least 1: got {num_batches}.")
-    found = batches(task_name, task_feature_lengths, split, batch_size, **options)
-    taken = list(itertools.islice(found, num_batches))
-    if len(taken) < num_batches:
         raise ValueError(
-            f"The split {split!r} of {task_name} must have NUM_BATCHES batches of "
-            f"BATCH_SIZE examples: it has {len(taken)} of {batch_size}, not "
-            f"{num_batches}."
+            f"The number of batches must be at least 1: got {num_batches}."
         )
-    return taken
+    found = list(itertools.islice(batches(config, split), num_batches))
+    if len(found) < num_batches:
+        raise ValueError(
+            f"The split {split!r} of {config.mixture_or_task_name} must have "
+            f"{num_batches} batches of {config.batch_size}: it has {len(found)}."
+        )
+    return found

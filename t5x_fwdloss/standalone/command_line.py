@@ -1,0 +1,112 @@
+"""The command line of the standalone scripts: T5X's flags, read without T5X.
+
+`--gin_file` (repeatable, later files override earlier ones), `--gin.NAME=VALUE`, and
+`--gin_search_paths`. What goes wrong is said in a sentence and ends with status 1.
+"""
+
+import logging as python_logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gin
+import tensorflow as tf
+from absl import app, flags, logging
+
+from t5x_fwdloss.host import gin_sentences
+
+
+def rewrite_gin_flags(argv: Sequence[str]) -> list[str]:
+    """`--gin.NAME=VALUE` as `--gin_bindings=NAME = VALUE`, which absl can parse.
+
+    Raises:
+        ValueError: if there is no value.
+    """
+    rewritten = []
+    for argument in argv:
+        if argument.startswith("--gin."):
+            name, equals, value = argument.removeprefix("--gin.").partition("=")
+            if not equals:
+                raise ValueError(f"--gin.NAME needs =VALUE: got {argument!r}.")
+            argument = f"--gin_bindings={name} = {value}"
+        rewritten.append(argument)
+    return rewritten
+
+
+def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) -> None:
+    """Runs a function of the script with the arguments that gin binds to it.
+
+    Args:
+        function: takes keyword arguments, among them `config_text`; an integer that
+            it returns is the exit status.
+        run_file: the gin file that binds them.
+        macros: names of the macros that need a value, each with a remedy.
+    """
+    flags.DEFINE_multi_string("gin_file", [], "gin file; repeat it for several.")
+    flags.DEFINE_multi_string("gin_bindings", [], "one gin binding, NAME = VALUE.")
+    flags.DEFINE_list("gin_search_paths", ["."], "folders to look for gin files in.")
+    # Our progress is shown without --verbosity; before absl reads that flag.
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(_ours_or_error)
+
+    def main(argv):
+        if len(argv) > 1:
+            raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+        tf.config.set_visible_devices([], "GPU")  # they are JAX's
+        configured: Callable[..., Any] = gin.configurable(function)
+        try:
+            parse(flags.FLAGS, run_file, macros)
+            arguments: dict[str, Any] = {"config_text": gin.config_str()}
+            result = configured(**arguments)
+            return result if isinstance(result, int) else 0
+        except Exception as error:
+            entered = gin_sentences.entered(error, function)
+            ours = gin_sentences.raised_by_package(error)
+            if entered and not (ours or isinstance(error, FloatingPointError)):
+                raise
+            words = gin_sentences.own_words if entered else gin_sentences.sentence
+            sys.stderr.write(f"{function.__name__}: {words(error)}\n")
+            return 1
+
+    try:
+        argv = rewrite_gin_flags(sys.argv)
+    except ValueError as error:
+        sys.exit(f"{function.__name__}: {error}")
+    app.run(main, argv=argv)
+
+
+def parse(values: flags.FlagValues, run_file: str, macros: Mapping[str, str]) -> None:
+    """Reads the gin files and bindings.
+
+    Raises:
+        ValueError: if the run file or the value of a required macro is missing.
+    """
+    if not values.gin_file:
+        raise ValueError(f"No --gin_file was given: the run file is {run_file}.")
+    for path in values.gin_search_paths:
+        gin.add_config_file_search_path(path)
+    gin.parse_config_files_and_bindings(
+        values.gin_file, values.gin_bindings, finalize_config=False
+    )
+    unset = [f"{name} ({eg})" for name, eg in macros.items() if _unset(name)]
+    if unset:
+        raise ValueError(
+            f"{run_file} needs values for {', '.join(unset)}. A file that sets one must "
+            "come after the run file, which resets it."
+        )
+    gin.finalize()
+
+
+def _unset(macro: str) -> bool:
+    try:
+        return repr(gin.query_parameter(f"{macro}/gin.macro.value")) == "%gin.REQUIRED"
+    except ValueError:
+        return True
+
+
+def _ours_or_error(record) -> bool:
+    # SeqIO and Orbax warn of things that are as they should be here; --verbosity=1
+    # shows everything.
+    if logging.get_verbosity() > logging.INFO or "t5x_fwdloss" in record.pathname:
+        return True
+    return record.levelno >= python_logging.ERROR

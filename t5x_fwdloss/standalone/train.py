@@ -1,0 +1,188 @@
+"""Trains the standalone model: SeqIO data, an optax optimizer, orbax checkpoints.
+
+    python -m t5x_fwdloss.standalone.train \
+      --gin_file=t5x_fwdloss/configs/standalone/train.gin \
+      --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+      --gin.MODEL_DIR="'/tmp/g2p'"
+
+A run that was stopped goes on from its last checkpoint and ends with the same numbers:
+the order of the batches depends on a seed alone, a step's dropout key on its number.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import optax
+from absl import logging
+from clu import metric_writers
+from etils import epath
+
+from t5x_fwdloss.analysis.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.standalone import checkpoints, data
+from t5x_fwdloss.standalone.model import StandaloneModel
+
+RUN_FILE = "t5x_fwdloss/configs/standalone/train.gin"
+REQUIRED_MACROS = {
+    "MODEL": "the file of a model",
+    "MODEL_DIR": "--gin.MODEL_DIR=\"'/my/model'\"",
+}
+
+
+def train(
+    *,
+    model: StandaloneModel,
+    optimizer: optax.GradientTransformation,
+    dataset: data.DatasetConfig,
+    model_dir: str,
+    total_steps: int,
+    eval_period: int,
+    num_eval_batches: int,
+    checkpoint_period: int,
+    keep_checkpoints: int | None = None,
+    seed: int = 0,
+    train_split: str = "train",
+    eval_split: str = "validation",
+    config_text: str = "",
+) -> dict[str, float]:
+    """Trains up to `total_steps`; returns the validation metrics at the end.
+
+    Args:
+        model: the network and its loss.
+        optimizer: with its learning rate schedule.
+        dataset: what to train and validate on.
+        model_dir: folder of checkpoints, TensorBoard events and `config.gin`; a run
+            that finds checkpoints there goes on from the last.
+        total_steps: number of steps, those of earlier runs in `model_dir` included.
+        eval_period: steps between two validations; one more comes at the end.
+        num_eval_batches: batches of the validation split, always the same.
+        checkpoint_period: steps between two checkpoints; one more comes at the end.
+        keep_checkpoints: how many of the latest checkpoints to keep; None for all.
+        seed: of the parameters and of dropout.
+        train_split: split to train on.
+        eval_split: split to validate on.
+        config_text: the gin configuration, written to `model_dir`.
+
+    Raises:
+        ValueError: bad input, named before anything is compiled.
+    """
+    positive = {
+        "TRAIN_STEPS": total_steps,
+        "EVAL_PERIOD": eval_period,
+        "CHECKPOINT_PERIOD": checkpoint_period,
+    }
+    for name, value in positive.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1: got {value}.")
+    data.check_vocabulary(dataset, model.module.config.vocab_size)
+    eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
+    key = jax.random.key(seed)
+    train_step, eval_step = compiled_steps(model, optimizer)
+    with contextlib.ExitStack() as stack:
+        manager = checkpoints.open_manager(model_dir, keep_checkpoints)
+        stack.callback(manager.close)
+        first = manager.latest_step() or 0
+        if first > total_steps:
+            raise ValueError(
+                "TRAIN_STEPS must be at least the step of the latest checkpoint: got "
+                f"{total_steps}, and {model_dir} holds checkpoint_{first}."
+            )
+        params = jax.jit(model.get_initial_params)(key, eval_batches[0])
+        state = optimizer.init(params)
+        if first:
+            params = checkpoints.restore_params(model_dir, params)[1]
+            state = checkpoints.restore_optimizer(model_dir, state)
+            logging.info("Goes on from checkpoint_%d in %s.", first, model_dir)
+        batches = data.batches(
+            dataset, train_split, shuffle=True, num_epochs=None, skip_batches=first
+        )
+        (epath.Path(model_dir) / "config.gin").write_text(config_text)
+        writer = metric_writers.SummaryWriter(model_dir)
+        stack.callback(writer.close)
+
+        def report(step, train_metrics):
+            found = mean([eval_step(params, batch) for batch in eval_batches])
+            _report(writer, step, {"train": mean(train_metrics), eval_split: found})
+            return found
+
+        seen = []
+        progress = stack.enter_context(Progress("training", total_steps, done=first))
+        for step in range(first + 1, total_steps + 1):
+            params, state, metrics = train_step(
+                params, state, next(batches), jax.random.fold_in(key, step)
+            )
+            seen.append(metrics)
+            progress.update(note=f"loss {_finite_loss(metrics, step):.3f}")
+            last = step == total_steps
+            if step % eval_period == 0 and not last:
+                report(step, seen)
+                seen = []
+            if step % checkpoint_period == 0 or last:
+                checkpoints.save(manager, step, params, state)
+        return report(total_steps, seen)
+
+
+def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformation):
+    """The training step and the evaluation step, compiled when first called.
+
+    Returns:
+        `train_step(params, state, batch, key) -> (params, state, metrics)`, which
+        uses up its first two arguments, and `eval_step(params, batch) -> metrics`.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, state, batch, key):
+        gradient = jax.grad(model.loss_fn, has_aux=True)
+        grads, metrics = gradient(params, batch, key)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, metrics
+
+    @jax.jit
+    def eval_step(params, batch):
+        return model.loss_fn(params, batch, None)[1]
+
+    return train_step, eval_step
+
+
+def mean(metrics: Sequence[dict]) -> dict[str, float]:
+    """The values of clu metrics over several batches, token weighted where they are."""
+    merged = {
+        name: functools.reduce(lambda a, b: a.merge(b), [m[name] for m in metrics])
+        for name in (metrics[0] if metrics else ())
+    }
+    return {name: float(metric.compute()) for name, metric in merged.items()}
+
+
+def _finite_loss(metrics, step) -> float:
+    loss = float(metrics["loss"].compute())
+    if not math.isfinite(loss):
+        raise NonFiniteLossError(
+            f"The training loss must be finite: step {step} gives {loss}; nothing was "
+            "saved since the last checkpoint; a lower LEARNING_RATE may help."
+        )
+    return loss
+
+
+def _report(writer, step, found) -> None:
+    words = []
+    for split, values in found.items():
+        writer.write_scalars(step, {f"{split}/{k}": v for k, v in values.items()})
+        words += [
+            f"{split} {name} {values[key]:.4f}"
+            for name, key in (
+                ("loss", "loss"),
+                ("token accuracy", "accuracy"),
+            )
+            if key in values
+        ]
+    writer.flush()
+    logging.info("Step %d: %s.", step, ", ".join(words))
+
+
+if __name__ == "__main__":
+    from t5x_fwdloss.standalone import command_line
+
+    command_line.run(train, RUN_FILE, REQUIRED_MACROS)
