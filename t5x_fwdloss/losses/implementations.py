@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from jax.core import Tracer
@@ -41,9 +42,9 @@ def cross_entropy_with_logits(
 
 
 def check_loss_settings(
-    impl: str,
-    chunk_length: int | None = None,
-    label_smoothing: float = 0.0,
+    impl: Any,
+    chunk_length: Any = None,
+    label_smoothing: Any = 0.0,
     z_loss: ScalarLike = 0.0,
 ) -> None:
     """Refuses settings that no loss can be computed with.
@@ -67,7 +68,8 @@ def check_loss_settings(
             "The chunk length must be None or a whole number of at least 1: "
             f"got {chunk_length!r}."
         )
-    if not isinstance(label_smoothing, numbers.Real) or not 0 <= label_smoothing < 1:
+    is_number = isinstance(label_smoothing, numbers.Real)
+    if not is_number or not 0 <= float(label_smoothing) < 1:
         raise ValueError(
             f"label_smoothing must be a number in [0, 1): got {label_smoothing!r}."
         )

@@ -75,7 +75,6 @@ def _average_per_sequence(weights, batch):
         totals = jax.vmap(_sum_per_segment)(weights, positions, segment_ids)
     else:
         totals = jnp.sum(weights, axis=-1, keepdims=True)
-        totals = jnp.broadcast_to(totals, weights.shape)
     # Padding, and sequences without weight, divide by zero.
     return jnp.nan_to_num(weights / totals, nan=0, posinf=0, neginf=0)
 
