@@ -100,16 +100,15 @@ def batches(
         )
     if config.batch_size < 1:
         raise ValueError(f"BATCH_SIZE must be at least 1: got {config.batch_size}.")
-    dataset = seqio.get_dataset(
-        name,
+    examples = task.get_dataset(
         lengths,
-        dataset_split=split,
+        split,
         shuffle=shuffle,
         num_epochs=num_epochs,
-        feature_converter=seqio.EncDecFeatureConverter(pack=config.pack),
         seed=config.seed,
         try_in_mem_cache=False,  # a split is rarely read to its end
     )
+    dataset = seqio.EncDecFeatureConverter(pack=config.pack)(examples, lengths)
     dataset = dataset.batch(config.batch_size, drop_remainder=True).skip(skip_batches)
     found = dataset.prefetch(2).as_numpy_iterator()
     first = next(found, None)
