@@ -9,10 +9,10 @@ user's MODEL, of any class, becomes that function's argument and WITH_LOSS the M
 `config.gin` that T5X writes says so in plain gin.
 """
 
-import gin
+from gin import config as gin_config
 
 
-@gin.config.register_finalize_hook
+@gin_config.register_finalize_hook
 def model_through_with_loss(config):
     """Bindings that make MODEL the user's own model with its loss exchanged.
 

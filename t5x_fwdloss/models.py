@@ -71,7 +71,9 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(loss_impl, loss_chunk_length, label_smoothing)
+        losses.check_loss_settings(
+            loss_impl, loss_chunk_length, label_smoothing, z_loss
+        )
         super().__init__(
             module=module,
             input_vocabulary=input_vocabulary,
@@ -93,8 +95,8 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
         batch: Mapping[str, Any],
         rng: jax.Array | None = None,
         decoder_params: MutableMapping[str, Any] | None = None,
-        return_all_decodes: bool | None = None,
-        num_decodes: int | None = None,
+        return_all_decodes: Any = None,  # a bool; None: from the default parameters
+        num_decodes: Any = None,
         prompt_with_targets: bool = False,
     ):
         """T5X's predictions; defined here so that gin can bind its arguments."""
@@ -113,7 +115,7 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
         params: Any,
         batch: Mapping[str, Any],
         return_intermediates: bool = False,
-    ):
+    ) -> Any:
         """`LossMixin.score_batch`; defined here so that gin can bind its arguments."""
         return super().score_batch(params, batch, return_intermediates)
 
@@ -151,7 +153,9 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(loss_impl, loss_chunk_length, label_smoothing)
+        losses.check_loss_settings(
+            loss_impl, loss_chunk_length, label_smoothing, z_loss
+        )
         super().__init__(
             module=module,
             vocabulary=vocabulary,
@@ -191,7 +195,7 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
         params: Any,
         batch: Mapping[str, Any],
         return_intermediates: bool = False,
-    ):
+    ) -> Any:
         """`LossMixin.score_batch`; defined here so that gin can bind its arguments."""
         return super().score_batch(params, batch, return_intermediates)
 
@@ -217,13 +221,14 @@ def with_loss(
     Raises:
         TypeError: if the argument is no T5X transformer model, or has a loss or scores
             of its own, which exchanging T5X's would drop.
-        ValueError: if the loss is unknown or the chunk length below one.
     """
     if not isinstance(model, t5x_models.BaseTransformerModel):
         raise TypeError(
             f"with_loss takes a T5X model (a BaseTransformerModel): got {model!r}."
         )
-    losses.check_loss_settings(loss_impl, loss_chunk_length, model._label_smoothing)
+    losses.check_loss_settings(
+        loss_impl, loss_chunk_length, model._label_smoothing, model._z_loss
+    )
     # A new object of a new class: assigning __class__ fails, because gin's subclasses
     # have another layout; calling the constructor would need the user's bindings.
     exchanged = object.__new__(_class_with_loss(type(model)))

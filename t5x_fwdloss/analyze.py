@@ -1,0 +1,278 @@
+"""The analysis run: a T5X checkpoint and its data, measured on the mesh it runs on.
+
+    python -m t5x_fwdloss.analyze \
+      --gin_file=t5x_fwdloss/configs/runs/analyze.gin \
+      --gin_file=my_model.gin \
+      --gin.CHECKPOINT_PATH="'/my/model/checkpoint_1000'" ...
+
+The flags are T5X's. Which macros the run file needs stands in its header. The status is
+0 when every measurement ended, 1 after bad input or a failed measurement.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import seqio
+
+from t5x_fwdloss import analysis, losses, models
+
+# isort: split
+# After `models`, which says in a sentence what is missing where T5X is.
+from flax import linen as nn
+from t5x import models as t5x_models
+from t5x import partitioning, utils
+
+from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
+
+
+def analyze(
+    *,
+    model: t5x_models.BaseTransformerModel,
+    dataset_cfg: utils.DatasetConfig,
+    restore_checkpoint_cfg: utils.RestoreCheckpointConfig,
+    partitioner: partitioning.BasePartitioner,
+    output_dir: str,
+    measurements: Sequence[Any],
+    num_batches: int,
+    seed: int = 0,
+    loss_impl: str = "custom_jvp",
+    loss_chunk_length: int | None = None,
+    num_microbatches: int = 1,
+    dropout_seed: int | None = None,
+    matmul_precision: str = "highest",
+    train_state_initializer_cls: Any = utils.TrainStateInitializer,
+    verify_matching_vocabs_fn: Any = utils.verify_matching_vocabs,
+    use_orbax: bool = True,
+    config_text: str = "",
+) -> int:
+    """Measures the loss of a checkpoint around its parameters; returns the exit status.
+
+    Args:
+        model: the user's own T5X model; its loss is exchanged here.
+        dataset_cfg: T5X's dataset configuration.
+        restore_checkpoint_cfg: T5X's restore configuration, of one checkpoint.
+        partitioner: T5X's partitioner.
+        output_dir: folder of results.
+        measurements: what to measure, from `t5x_fwdloss.analysis`.
+        num_batches: batches of the objective, the first of one pass over the data.
+        seed: of probe vectors and start vectors.
+        loss_impl: a name in `losses.IMPLEMENTATIONS` that has forward mode.
+        loss_chunk_length: target positions per chunk of the head and the loss.
+        num_microbatches: pieces that every batch is cut into, to save memory.
+        dropout_seed: one fixed dropout key per batch; None turns dropout off.
+        matmul_precision: 'highest', 'high' or 'default'.
+        train_state_initializer_cls: T5X's `TrainStateInitializer` or a subclass.
+        verify_matching_vocabs_fn: T5X's check of the task against the model, or None.
+        use_orbax: False only for T5X's single-file checkpoints.
+        config_text: the gin configuration, kept with the results.
+
+    Raises:
+        ValueError: bad input, named before anything is compiled.
+    """
+    if loss_impl not in forward_losses():
+        raise ValueError(
+            f"An analysis needs a loss with forward mode, one of "
+            f"{', '.join(forward_losses())}: got LOSS_IMPL = {loss_impl!r}; add "
+            "--gin.LOSS_IMPL=\"'custom_jvp'\" (its value is the same)."
+        )
+    model = models.with_loss(model, loss_impl, loss_chunk_length)
+    batches = dataset.load_batches(
+        dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
+    )
+    if verify_matching_vocabs_fn is not None:
+        verify_matching_vocabs_fn(dataset_cfg, model)
+    shapes, types = dataset.shapes_and_types(batches[0])
+    initializer = train_state_initializer_cls(
+        optimizer_def=None,  # no optimizer state
+        init_fn=model.get_initial_variables,
+        input_shapes=shapes,
+        input_types=types,
+        partitioner=partitioner,
+    )
+    restorer = checkpoint.Restorer(
+        initializer, partitioner, restore_checkpoint_cfg, use_orbax
+    )
+    restored = restorer.restore()
+    host = analysis.HostInfo(
+        checkpoint=restored.path,
+        step=restored.step,
+        mesh=partitioner.mesh,
+        load_params=lambda path: restorer.restore(path).params,
+        is_primary=jax.process_index() == 0,
+        config_text=config_text,
+        task=dataset.task_name(dataset_cfg),
+    )
+    with on_mesh(partitioner):
+        objective = analysis.Objective.from_model(
+            model,
+            batches,
+            num_microbatches=num_microbatches,
+            dropout_seed=dropout_seed,
+            precision=matmul_precision,
+        )
+        return analysis.run_analysis(
+            objective,
+            restored.params,
+            measurements=measurements,
+            output_dir=output_dir,
+            seed=seed,
+            host=host,
+        )
+
+
+def forward_losses() -> list[str]:
+    """The names of the losses that a tangent can be pushed through."""
+    return [name for name in losses.IMPLEMENTATIONS if name != "custom_vjp"]
+
+
+@contextlib.contextmanager
+def on_mesh(partitioner: partitioning.BasePartitioner):
+    """T5X's mesh and logical axis rules, around all that is traced and run."""
+    rules = getattr(partitioner, "logical_axis_rules", ())
+    with warnings.catch_warnings():
+        # jax.set_mesh, which JAX would have in its place, is not what T5X's networks
+        # look for.
+        warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)
+        mesh = contextlib.ExitStack()
+        mesh.enter_context(partitioner.mesh)
+    with mesh, nn.logical_axis_rules(rules):
+        yield
+
+
+REQUIRED_MACROS = {
+    "MODEL": "the file of your model, for example "
+    "--gin_file=t5x/examples/t5/t5_1_1/small.gin, after the run file",
+    "CHECKPOINT_PATH": "--gin.CHECKPOINT_PATH=\"'/my/model/checkpoint_1000'\"",
+    "ANALYSIS_OUTPUT_DIR": "--gin.ANALYSIS_OUTPUT_DIR=\"'/my/analysis'\"",
+    "MIXTURE_OR_TASK_NAME": "--gin.MIXTURE_OR_TASK_NAME=\"'my_task'\"",
+    "TASK_FEATURE_LENGTHS": '--gin.TASK_FEATURE_LENGTHS="'
+    "{'inputs': 512, 'targets': 128}\"",
+    "NUM_BATCHES": "--gin.NUM_BATCHES=8",
+    "BATCH_SIZE": "--gin.BATCH_SIZE=32",
+    "MEASUREMENTS": '--gin.MEASUREMENTS="[@DirectionalDerivatives()]"',
+}
+
+
+def _parse(gin, gin_utils, flags, search_paths) -> None:
+    """Reads the gin files and bindings, and checks what a user forgets most often.
+
+    Raises:
+        ValueError: no gin file, no run file, or macros without a value.
+    """
+    if not flags.gin_file:
+        raise ValueError(
+            "No --gin_file was given: an analysis needs the run file "
+            f"{gin_sentences.RUN_FILE} and the file of your model."
+        )
+    gin_utils.parse_gin_flags(
+        search_paths,
+        flags.gin_file,
+        flags.gin_bindings,
+        finalize_config=False,
+    )
+    if _bound(gin, "analyze.model") is None:
+        raise ValueError(
+            "No gin file configures the analysis: add "
+            f"--gin_file={gin_sentences.RUN_FILE} before the file of your model."
+        )
+    unset = [
+        f"{name} ({remedy})"
+        for name, remedy in REQUIRED_MACROS.items()
+        if _bound(gin, f"{name}/gin.macro.value") is None
+    ]
+    if unset:
+        raise ValueError(
+            f"The run file needs values for {'; '.join(unset)}. If a file sets one, it "
+            "must come after the run file, which resets it."
+        )
+    if _bound(gin, "DROPOUT_SEED/gin.macro.value") is None:
+        # T5X's model files demand a rate, which means nothing while dropout is off.
+        gin.bind_parameter("DROPOUT_RATE/gin.macro.value", 0.0)
+    gin.finalize()
+
+
+def _bound(gin, key):
+    """The value of a binding; None where there is none or it is `%gin.REQUIRED`."""
+    try:
+        value = gin.query_parameter(key)
+    except ValueError:
+        return None
+    return None if repr(value) == "%gin.REQUIRED" else value
+
+
+if __name__ == "__main__":
+    import os
+    import sys
+
+    import gin
+    import t5x
+    import tensorflow as tf
+    from absl import app, flags, logging
+    from t5x import gin_utils
+
+    FLAGS = flags.FLAGS
+    flags.DEFINE_multi_string(
+        "gin_file", None, "gin file; repeat it, later files override earlier ones."
+    )
+    flags.DEFINE_multi_string("gin_bindings", [], "one gin binding, NAME = VALUE.")
+    flags.DEFINE_list(
+        "gin_search_paths",
+        ["."],
+        "folders that --gin_file and include are looked for in.",
+    )
+    flags.DEFINE_string("tfds_data_dir", None, "folder of TensorFlow Datasets' data.")
+    flags.DEFINE_list("seqio_additional_cache_dirs", [], "folders of cached tasks.")
+    flags.DEFINE_boolean(
+        "multiprocess_gpu", False, "run jax.distributed with the next three flags."
+    )
+    flags.DEFINE_string("coordinator_address", None, "address:port of process 0.")
+    flags.DEFINE_integer("process_count", None, "number of processes.")
+    flags.DEFINE_integer("process_index", None, "index of this process.")
+    flags.DEFINE_integer(
+        "initialization_timeout", None, "seconds to wait for the others."
+    )
+
+    def main(argv: Sequence[str]) -> int:
+        """Reads flags and gin, runs the analysis, and says in a sentence what failed.
+
+        Raises:
+            UsageError: there are arguments that are no flags.
+        """
+        if len(argv) > 1:
+            raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+        tf.config.experimental.set_visible_devices([], "GPU")  # they are JAX's
+        if FLAGS.multiprocess_gpu:
+            timeout = FLAGS.initialization_timeout
+            jax.distributed.initialize(
+                FLAGS.coordinator_address,
+                FLAGS.process_count,
+                FLAGS.process_index,
+                **({"initialization_timeout": timeout} if timeout else {}),
+            )
+        if FLAGS.tfds_data_dir:
+            seqio.set_tfds_data_dir_override(FLAGS.tfds_data_dir)
+        seqio.add_global_cache_dirs(FLAGS.seqio_additional_cache_dirs)
+        analyze_using_gin: Any = gin.configurable(analyze)
+        # T5X's package folder is searched last, as its own scripts do.
+        t5x_folder = os.path.dirname(os.path.dirname(t5x.__file__))
+        try:
+            _parse(gin, gin_utils, FLAGS, [*FLAGS.gin_search_paths, t5x_folder])
+            return analyze_using_gin(config_text=gin.config_str())
+        except Exception as error:
+            if gin_sentences.entered(error, analyze):
+                if not gin_sentences.raised_by_package(error):
+                    raise
+                words = gin_sentences.own_words(error)
+            else:
+                logging.debug(
+                    "The configuration failed.", exc_info=error
+                )  # --verbosity=1
+                words = gin_sentences.sentence(error)
+            sys.stderr.write(f"t5x_fwdloss.analyze: {words}\n")
+            return 1
+
+    jax.config.parse_flags_with_absl()
+    gin_utils.run(main)

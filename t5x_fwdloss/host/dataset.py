@@ -1,0 +1,138 @@
+"""The fixed list of batches of an analysis, from a T5X `DatasetConfig`.
+
+Every process reads its shard of the data, and a batch is one global array per feature,
+laid out over the mesh as T5X's trainer lays out its batches.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import seqio
+import tensorflow as tf
+from jax.experimental import multihost_utils
+from t5x import partitioning, utils
+
+Batch = dict[str, jax.Array]
+
+
+def load_batches(
+    cfg: utils.DatasetConfig,
+    num_batches: int,
+    partitioner: partitioning.BasePartitioner,
+    feature_converter_cls: Callable[..., seqio.FeatureConverter],
+) -> list[Batch]:
+    """The first batches of one pass over the data, as arrays on the mesh.
+
+    Args:
+        cfg: T5X's dataset configuration; a seed of None counts as 0, because the list
+            of batches must be the same in every run.
+        num_batches: how many batches; the data must have that many.
+        partitioner: T5X's partitioner.
+        feature_converter_cls: of the model.
+
+    Raises:
+        ValueError: unknown task or split, a batch size that the mesh does not divide,
+            or too little data.
+    """
+    if num_batches < 1:
+        raise ValueError(f"NUM_BATCHES must be at least 1: got {num_batches}.")
+    check_task(cfg)
+    check_batch_size(cfg.batch_size, partitioner.data_mesh_size)
+    layout = partitioner.get_data_layout(cfg.batch_size)
+    if cfg.seed is None:
+        cfg = dataclasses.replace(cfg, seed=0)
+    ds = utils.get_dataset(
+        cfg,
+        layout.shard_id,
+        layout.num_shards,
+        feature_converter_cls,
+        num_epochs=1,
+    )
+    local = _first(ds, num_batches)
+    found = int(np.min(multihost_utils.process_allgather(np.int32(len(local)))))
+    if found < num_batches:
+        raise ValueError(
+            f"{task_name(cfg)!r}, split {cfg.split!r}, must give NUM_BATCHES = "
+            f"{num_batches} batches of BATCH_SIZE = {cfg.batch_size}: got {found}"
+            f"{'' if found else ' (no full batch)'}."
+        )
+    return [_global(batch, cfg.batch_size, partitioner) for batch in local]
+
+
+def check_task(cfg: utils.DatasetConfig) -> None:
+    """Pass if the task or mixture is registered and has the split.
+
+    Raises:
+        ValueError: with the closest registered names, or the splits that there are.
+    """
+    if cfg.module:
+        utils.import_module(cfg.module)
+    task = cfg.mixture_or_task_name
+    if not isinstance(task, str):
+        return
+    names = [*seqio.TaskRegistry.names(), *seqio.MixtureRegistry.names()]
+    if task not in names:
+        close = difflib.get_close_matches(task, names, n=5, cutoff=0.5) or sorted(names)
+        raise ValueError(
+            f"MIXTURE_OR_TASK_NAME must be a registered SeqIO task or mixture: got "
+            f"{task!r}; {'close to it' if task else 'registered'}: "
+            f"{', '.join(close[:5]) or 'none'}. A task is registered when its module is "
+            f"imported: add 'import my_project.tasks' to a gin file."
+        )
+    splits = seqio.get_mixture_or_task(task).splits
+    if splits and cfg.split.split("[")[0] not in splits:
+        raise ValueError(
+            f"The split of {task!r} must be one of {', '.join(sorted(splits))}: got "
+            f"{cfg.split!r}."
+        )
+
+
+def check_batch_size(batch_size: int, data_mesh_size: int) -> None:
+    """Pass if the data axis of the mesh divides the batch.
+
+    Raises:
+        ValueError: if it does not, or if the batch is empty.
+    """
+    if batch_size < 1 or batch_size % data_mesh_size:
+        raise ValueError(
+            "BATCH_SIZE must be a positive multiple of the data axis of the mesh: got "
+            f"BATCH_SIZE = {batch_size}, data axis = {data_mesh_size}."
+        )
+
+
+def shapes_and_types(batch: Mapping[str, Any]):
+    """The global shapes and dtypes of a batch, as T5X's initializer takes them."""
+    shapes = {name: tuple(x.shape) for name, x in batch.items()}
+    return shapes, {name: x.dtype for name, x in batch.items()}
+
+
+def _first(ds, num_batches):
+    iterator = ds.as_numpy_iterator() if isinstance(ds, tf.data.Dataset) else iter(ds)
+    found = []
+    for batch in iterator:
+        found.append(dict(batch))
+        if len(found) == num_batches:
+            break
+    return found
+
+
+def _global(batch, batch_size, partitioner) -> Batch:
+    sharding = jax.sharding.NamedSharding(
+        partitioner.mesh, partitioner.data_partition_spec
+    )
+    return {
+        name: jax.make_array_from_process_local_data(
+            sharding, np.asarray(x), (batch_size, *np.shape(x)[1:])
+        )
+        for name, x in batch.items()
+    }
+
+
+def task_name(cfg: utils.DatasetConfig) -> str:
+    """The name of the task or mixture."""
+    task = cfg.mixture_or_task_name
+    return task if isinstance(task, str) else task.name

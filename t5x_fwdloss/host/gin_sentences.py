@@ -1,0 +1,121 @@
+"""What a user did, said in a sentence, from what gin raised.
+
+gin reports a forgotten macro, import or file as a stack of its own calls. The functions
+here know gin's messages and name the remedy; what they do not know stays as it is.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+
+RUN_FILE = "t5x_fwdloss/configs/runs/analyze.gin"
+
+_WHERE = re.compile(
+    r'In (?:file|bindings string|string) ?"?([^"\n]*)"?,? line (\d+)', re.I
+)
+
+# gin's message, and the sentence in its place; groups of the message are filled in.
+_RULES: Sequence[tuple[str, str]] = (
+    (
+        r"^(\S+?)/(?:gin\.)?macro\.value set to `%gin\.REQUIRED`",
+        "The macro {0} has no value: add --gin.{0}=... (a string needs quotes inside, as "
+        "in --gin.{0}=\"'/path'\"), or bind it in a gin file after the run file.",
+    ),
+    (
+        r"^(\S+) set to `%gin\.REQUIRED`",
+        "{0} has no value: add --gin.{0}=... or bind it in a gin file.",
+    ),
+    (
+        r"^'(\w+)' was not provided by an import statement",
+        "A gin file uses {0!r} and does not import it{where}: add the import to that "
+        "file itself (for example 'from t5x.examples.t5 import network'); include does "
+        "not pass imports on.",
+    ),
+    (
+        r"^Couldn't resolve selector (\S+); <module '__main__'",
+        "A gin file binds {0!r}, which belongs to another script{where}: for an "
+        f"analysis the run file is {RUN_FILE}, in place of the file for train, eval or "
+        "infer.",
+    ),
+    (
+        r"^Couldn't resolve selector (\S+); (<[^>]+>)",
+        "A gin file binds {0!r}, and {1} has no such name{where}.",
+    ),
+    (
+        r"^No configurable matching '([^']+)'",
+        "Nothing named {0!r} is known{where}: a binding on the command line reaches only "
+        "what some --gin_file imports and mentions.",
+    ),
+    (
+        r"^Unable to open file: (\S+)\. Searched config paths: (\[[^\]]*\])",
+        "There is no gin file {0}{where}: looked for in {1}; --gin_search_paths adds "
+        "folders, and a folder with an __init__.py in an installed package needs none.",
+    ),
+    (
+        r"^No module named '([^']+)'",
+        "A gin file imports {0!r}, which is not installed here or not on PYTHONPATH"
+        "{where}.",
+    ),
+    (
+        r"^Configurable '([^']+)' doesn't have a parameter named '([^']+)'",
+        "{0} has no argument {1!r}{where}.",
+    ),
+    (
+        r"^(?:gin\.)?macro.*|^Required bindings for `macro`",
+        "A macro is used (%NAME) and no gin file binds it{where}: {message}",
+    ),
+    (
+        r"missing \d+ required [\w-]+ arguments?: ([^\n.]+)",
+        "A class or function of the configuration lacks values for {0}{where}: {message}",
+    ),
+)
+
+
+def sentence(error: BaseException) -> str:
+    """The error in one sentence: the remedy where gin's message is known, else gin's.
+
+    A check of this package speaks for itself.
+    """
+    if raised_by_package(error):
+        return own_words(error)
+    message = str(error)
+    first = message.strip().split("\n")[0].strip()
+    for pattern, words in _RULES:
+        match = re.search(pattern, first)
+        if match:
+            return words.format(
+                *match.groups(), where=_location(message), message=_gist(message)
+            )
+    name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{name}{_gist(message)} (--verbosity=1 shows where)"
+
+
+def entered(error: BaseException, function: Callable) -> bool:
+    """Whether the error was raised inside a call of the function."""
+    code = function.__code__
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is code for frame, _ in frames)
+
+
+def raised_by_package(error: BaseException) -> bool:
+    """Whether this package raised the error itself, as a check of its input."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    name = frames[-1].f_globals.get("__name__", "") if frames else ""
+    ours = name == "__main__" or name.split(".")[0] == "t5x_fwdloss"
+    return ours and isinstance(error, ValueError | TypeError)
+
+
+def own_words(error: BaseException) -> str:
+    """The message without the lines that gin adds about its calls."""
+    return re.split(r"\n\s*In call to configurable", str(error))[0].strip()
+
+
+def _location(message: str) -> str:
+    places = _WHERE.findall(message)
+    real = [f"{name.strip()}, line {line}" for name, line in places if name.strip()]
+    return f" (in {real[0]})" if real else ""
+
+
+def _gist(message: str) -> str:
+    lines = [line.strip() for line in own_words(ValueError(message)).split("\n")]
+    return " ".join(line for line in lines if line)
