@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-from clu import metric_writers
 from etils import epath
 
 from t5x_fwdloss.analysis.numbers import MeasurementResult
@@ -30,6 +29,9 @@ def write(
     finite = {tag: value for tag, value in scalars.items() if math.isfinite(value)}
     if not finite:
         return
+    # Imports TensorFlow, which takes seconds: only where events are written.
+    from clu import metric_writers
+
     writer = metric_writers.SummaryWriter(str(path))
     writer.write_scalars(step, finite)
     writer.close()

@@ -109,14 +109,20 @@ def result_from_json(
 
 
 def _number(found: dict[str, Any]) -> Number:
-    value, interval = found["value"], found["interval"]
+    interval = found["interval"]
     # An error that is not a number is not a number that is exact.
-    lost = found["error"] is None and found["error_kind"] != EXACT
+    exact = found["error"] is None and found["error_kind"] == EXACT
     return Number(
         **found
         | {
-            "value": math.nan if value is None else value,
-            "error": math.nan if lost else found["error"],
-            "interval": None if interval is None else tuple(interval),
+            "value": _nan_if_none(found["value"]),
+            "error": None if exact else _nan_if_none(found["error"]),
+            "interval": None
+            if interval is None
+            else tuple(map(_nan_if_none, interval)),
         }
     )
+
+
+def _nan_if_none(value: float | None) -> float:
+    return math.nan if value is None else value

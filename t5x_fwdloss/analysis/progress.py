@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TextIO
+from typing import Any
 
 from absl import logging
 from tqdm import tqdm
@@ -24,7 +24,7 @@ class Progress:
         *,
         is_primary: bool = True,
         done: int = 0,
-        stream: TextIO | None = None,
+        stream: Any = None,
     ):
         """Work of at most `total` steps.
 

@@ -4,7 +4,7 @@ import io
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 
@@ -15,7 +15,7 @@ def print_table(
     document: dict[str, Any],
     results: Sequence[MeasurementResult],
     report_path: Any,
-    stream: TextIO | None = None,
+    stream: Any = None,
 ) -> None:
     """Print every number with its error, and where the report lies.
 

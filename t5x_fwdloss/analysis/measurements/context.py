@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from etils import epath
@@ -66,6 +66,7 @@ class Context:
         return Progress(title, total, is_primary=self.is_primary, done=done)
 
 
+@runtime_checkable
 class Measurement(Protocol):
     """A dataclass of settings that gin can bind, and what it measures."""
 

@@ -153,7 +153,7 @@ class DirectionalDerivatives:
             steps = np.linspace(-reach, reach, self.num_points)
         losses = [
             context.objective.value(_moved(context.params, step, unit))
-            for step in steps.astype(np.float32)
+            for step in steps.tolist()
         ]
         return {
             f"{label}/steps": steps,

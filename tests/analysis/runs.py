@@ -1,0 +1,51 @@
+"""A small run on the toy model, shared by the tests of this folder."""
+
+from t5x_fwdloss.analysis import (
+    DirectionalDerivatives,
+    HessianEigenpairs,
+    HessianTrace,
+    HostInfo,
+    Objective,
+    run_analysis,
+)
+
+from . import toy
+
+SEED = 3
+
+
+def objective(batches=None, **settings):
+    model = toy.SoftmaxRegression(**{"factor": "NUM_REAL_TARGET_TOKENS"} | settings)
+    return Objective.from_model(model, toy.batches(6) if batches is None else batches)
+
+
+def host(**fields):
+    given = {
+        "checkpoint": "/models/toy/checkpoint_50",
+        "step": 50,
+        "load_params": lambda _: toy.parameters(4),
+        "config_text": "SEED = 3\n",
+        "task": "toy",
+    }
+    return HostInfo(**given | fields)
+
+
+def measurements():
+    return [
+        DirectionalDerivatives(num_random=1, num_points=3, checkpoints=("/other",)),
+        HessianEigenpairs(num_largest=2, num_smallest=1, max_steps=9, save_every=4),
+        HessianTrace(num_probes=8, block_size=4),
+    ]
+
+
+def run(output_dir, **overrides):
+    given = {
+        "objective": objective(),
+        "params": toy.parameters(),
+        "measurements": measurements(),
+        "seed": SEED,
+        "host": host(),
+    } | overrides
+    return run_analysis(
+        given.pop("objective"), given.pop("params"), output_dir=output_dir, **given
+    )

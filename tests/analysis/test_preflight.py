@@ -1,0 +1,111 @@
+"""A run checks itself, and a check that fails says which and why."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_fwdloss.analysis import Objective, PreflightError, preflight
+from t5x_fwdloss.analysis.normalization import Normalizer
+
+from . import runs, toy
+
+KEY = jax.random.key(0)
+
+
+def custom_objective(numerator):
+    batch = {"x": np.ones((2, 3), np.float32)}
+    return Objective(numerator, [batch], normalizer=Normalizer("sum", 1.0))
+
+
+def test_every_check_passes_on_a_sound_model():
+    checks = preflight.check_objective(runs.objective(), toy.parameters(), KEY)
+    assert [check.name for check in checks] == [
+        "loss twice",
+        "jvp equals <gradient, v>",
+        "u.Hv equals v.Hu",
+        "H.0 equals 0",
+    ]
+    # The checks are sharper than their tolerance is wide: nothing passes by chance.
+    assert all(check.tolerance < 1e-2 * abs(check.first) for check in checks[:3])
+
+
+def test_stock_t5x_loss_is_refused_with_the_line_to_change():
+    objective = runs.objective(impl="custom_vjp")
+    message = r'directional .* set LOSS_IMPL = "custom_jvp" in gin'
+    with pytest.raises(PreflightError, match=message) as caught:
+        preflight.has_forward_mode(objective, toy.parameters(), "directional")
+    assert "Traceback" not in str(caught.value)
+    assert not preflight.has_forward_mode(objective, toy.parameters())
+    assert not objective.num_traces
+
+
+def test_products_without_forward_mode_are_still_measured():
+    objective = runs.objective(impl="custom_vjp")
+    checks = preflight.check_objective(objective, toy.parameters(), KEY, forward=False)
+    assert len(checks) == 3
+
+
+@jax.custom_vjp
+def fused_attention(x):
+    return jnp.sum(x**2)
+
+
+fused_attention.defvjp(lambda x: (fused_attention(x), x), lambda x, g: (2 * x * g,))
+
+
+def test_another_custom_vjp_is_named():
+    found = custom_objective(lambda p, b, _: jax.jit(fused_attention)(b["x"] * p["w"]))
+    with pytest.raises(PreflightError, match=r"custom_vjp function \(fused_attention"):
+        preflight.has_forward_mode(found, {"w": jnp.ones(3)}, "slopes")
+
+
+def test_a_custom_vjp_that_no_tangent_meets_does_not_matter():
+    found = custom_objective(
+        lambda p, b, _: jnp.sum(p["w"]) * fused_attention(b["x"] * 2)
+    )
+    assert preflight.has_forward_mode(found, {"w": jnp.ones(3)}, "slopes")
+
+
+def test_a_random_loss_is_found_out():
+    draws = np.random.default_rng(0)
+
+    def numerator(params, batch, key):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        noise = jax.pure_callback(lambda: np.float32(draws.normal()), shape)
+        return jnp.sum((batch["x"] @ params["w"]) ** 2) + noise
+
+    found = custom_objective(numerator)
+    with pytest.raises(PreflightError, match="'loss twice' failed: .* loss is random"):
+        preflight.check_objective(found, {"w": jnp.ones(3)}, KEY)
+
+
+def test_a_rule_whose_hessian_is_not_symmetric_is_found_out():
+    found = custom_objective(lambda p, *_: jnp.sum(jnp.roll(p["w"], 1) * p["w"] ** 2))
+    sound = preflight.check_objective(found, {"w": jnp.arange(1.0, 4.0)}, KEY)
+    assert len(sound) == 4
+
+    @jax.custom_jvp
+    def field(w):
+        return jnp.sum(w**3)
+
+    @field.defjvp
+    def _(primals, tangents):
+        (w,), (w_dot,) = primals, tangents
+        return field(w), jnp.vdot(jnp.roll(w, 1) * w**2, w_dot)
+
+    broken = custom_objective(lambda p, *_: field(p["w"]))
+    with pytest.raises(
+        PreflightError, match=r"'u.Hv equals v.Hu' failed: .* must diff"
+    ):
+        preflight.check_objective(broken, {"w": jnp.arange(1.0, 4.0)}, KEY)
+
+
+def test_a_rule_with_another_derivative_backwards_is_found_out(monkeypatch):
+    objective = runs.objective()
+    true = objective.jvp
+    monkeypatch.setattr(
+        objective, "jvp", lambda p, v: (true(p, v)[0], 1.01 * true(p, v)[1])
+    )
+    with pytest.raises(PreflightError, match=r"'jvp equals <gradient, v>' failed"):
+        preflight.check_objective(objective, toy.parameters(), KEY)

@@ -1,0 +1,151 @@
+"""The report is one whole page that fetches nothing, and the table says the same."""
+
+import html.parser
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+
+from t5x_fwdloss.analysis import report
+from t5x_fwdloss.analysis.numbers import (
+    MeasurementResult,
+    Number,
+    result_from_json,
+    result_to_json,
+    to_json,
+)
+from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.analysis.table import format_error, format_value, print_table
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, attributes and ids of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes, self.ids = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value for name, value in attrs if name == "id"]
+
+
+@pytest.fixture(scope="module")
+def page(finished_run):
+    return (finished_run / "report.html").read_text()
+
+
+def test_the_report_fetches_nothing(page):
+    parsed = Page()
+    parsed.feed(page)
+    assert "script" not in parsed.tags
+    assert "link" not in parsed.tags
+    links = [v for k, v in parsed.attributes if k in ("src", "href", "xlink:href")]
+    assert all(link.startswith("#") for link in links)
+    assert "@import" not in page
+    assert not re.search(r"url\((?!#)", page)
+
+
+def test_ids_are_unique_over_all_figures(page):
+    parsed = Page()
+    parsed.feed(page)
+    assert len(parsed.ids) == len(set(parsed.ids))
+    references = set(re.findall(r"url\(#([^)]+)\)", page))
+    assert references <= set(parsed.ids)
+
+
+def test_the_report_shows_what_the_results_say(page, finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    assert page.count("<svg") == 4
+    assert document["normalizer"]["words"] in page
+    assert document["checkpoint"] in page
+    trace = document["measurements"][2]["numbers"]["trace"]
+    assert f"{trace['value']:.6g}" in page
+    assert f"± {trace['error']:.2g}" in page
+
+
+def test_every_color_of_a_figure_is_one_of_the_page(page):
+    figures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    assert {c for f in figures for c in re.findall(r"#[0-9a-f]{6}\b", f)} == set()
+    used = set(re.findall(r"var\((--[a-z0-9-]+)\)", page))
+    defined = set(re.findall(r"(--[a-z0-9-]+):", page))
+    assert used <= defined
+
+
+def test_text_in_the_report_is_escaped(finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    found = report.render(document | {"checkpoint": "<b>&$x"}, [])
+    assert "&lt;b&gt;&amp;$x" in found
+    assert "<b>&" not in found
+
+
+def test_numbers_survive_their_file():
+    number = Number(np.nan, "nat", np.inf, "standard error", False, (0.0, np.inf), 3)
+    result = MeasurementResult("a", "B", {"x": (1, 2)}, {"n": number}, {}, ("note",))
+    stored = json.loads(json.dumps(result_to_json(result), allow_nan=False))
+    back = result_from_json(stored, {}).numbers["n"]
+    assert np.isnan(back.value)
+    assert np.isnan(back.error)
+    assert not back.converged
+    assert result_to_json(result_from_json(stored, {})) == stored
+
+
+def test_json_has_no_nan():
+    found = to_json({"a": np.array([1.0, np.nan]), "b": (np.float32(np.inf), True)})
+    assert found == {"a": [1.0, None], "b": [None, True]}
+
+
+def test_a_number_that_did_not_converge_says_so_in_the_table():
+    numbers = {
+        "good": Number(0.125, "nat"),
+        "bad": Number(2.0, "nat", 0.1, "residual", converged=False),
+    }
+    result = MeasurementResult("m", "M", {}, numbers, notes=("A note.",))
+    document = {"normalizer": {"words": "the sum"}, "measurements": []}
+    stream = io.StringIO()
+    print_table(document, [result], "/x/report.html", stream)
+    lines = stream.getvalue().splitlines()
+    assert [line.split() for line in lines if "good" in line] == [
+        ["good", "0.125", "nat"]
+    ]
+    assert any(line.endswith("not converged") and "± 0.1" in line for line in lines)
+    assert "  A note." in lines
+    assert lines[-1] == "Report: /x/report.html"
+
+
+@pytest.mark.parametrize(
+    ("number", "value", "error"),
+    [
+        (Number(12.0, "1"), "12", ""),
+        (Number(1.23456789, "nat", 0.0123), "1.23457", "± 0.012"),
+        (Number(np.nan, "nat", np.nan), "\N{EN DASH}", "± unknown"),
+    ],
+)
+def test_numbers_are_written_with_their_errors(number, value, error):
+    assert (format_value(number), format_error(number)) == (value, error)
+
+
+def test_progress_tells_the_time_left_from_fresh_steps_only():
+    progress = Progress("Lanczos", 50, done=10, stream=io.StringIO())
+    progress.update(10, "now")
+    expected = "Lanczos: 20 of 50, 5 s gone, at most 15 s left, now"
+    assert progress.line(5.0, "now") == expected
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_drawn_on_a_terminal_by_the_first_process_only():
+    shown, hidden = Terminal(), Terminal()
+    for stream, is_primary in ((shown, True), (hidden, False)):
+        with Progress("Probes", 4, is_primary=is_primary, stream=stream) as progress:
+            progress.update(4, "mean 1.5")
+    assert "Probes" in shown.getvalue()
+    assert hidden.getvalue() == ""

@@ -1,0 +1,255 @@
+"""What a run leaves, what it refuses, and how it goes on."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_fwdloss.analysis import (
+    DirectionalDerivatives,
+    HessianEigenpairs,
+    HessianTrace,
+    PreflightError,
+    lanczos_state,
+)
+from t5x_fwdloss.curvature import hutchinson
+
+from . import runs, toy
+
+
+def strict_json(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads((path / "results.json").read_text(), parse_constant=refuse)
+
+
+def numbers_of(path):
+    """Every number and array of a run, for comparison to the bit."""
+    document = strict_json(path)
+    found = {m["name"]: m["numbers"] for m in document["measurements"]}
+    arrays = {}
+    for file in sorted(path.glob("*.npz")):
+        with np.load(file) as content:
+            arrays |= {f"{file.stem}/{k}": content[k].tolist() for k in content.files}
+    return json.dumps([found, arrays])
+
+
+def test_a_run_leaves_everything_and_nothing_else(finished_run):
+    names = {path.name for path in finished_run.iterdir()}
+    assert {name for name in names if not name.startswith("events.")} == {
+        "results.json",
+        "report.html",
+        "config.gin",
+        "directional_derivatives.npz",
+        "hessian_eigenpairs.npz",
+        "hessian_trace.npz",
+    }
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert (finished_run / "config.gin").read_text() == "SEED = 3\n"
+
+
+def test_results_say_what_every_number_is(finished_run):
+    document = strict_json(finished_run)
+    assert document["status"] == "finished"
+    assert document["checkpoint"] == "/models/toy/checkpoint_50"
+    assert document["step"] == 50
+    assert document["seed"] == runs.SEED
+    assert document["normalizer"]["kind"] == "real_tokens"
+    assert document["normalizer"]["W"] == document["num_tokens"]
+    assert document["matmul_precision"] == "highest"
+    assert set(document["environment"]["versions"]) >= {"jax", "jaxlib", "flax"}
+    assert len(document["batches_hash"]) == 64
+    for measurement in document["measurements"]:
+        assert measurement["seconds"] > 0
+        for number in measurement["numbers"].values():
+            assert number["unit"]
+            assert number["error"] is not None or number["error_kind"].startswith(
+                "exact"
+            )
+            assert number["converged"] in (True, False)
+
+
+def test_events_hold_every_number_at_the_training_step(finished_run):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    events = event_accumulator.EventAccumulator(
+        str(finished_run), size_guidance={"tensors": 0}
+    )
+    events.Reload()
+    tags = events.Tags()["tensors"]
+    assert "hessian_trace/trace" in tags
+    assert "hessian_trace/trace/error" in tags
+    assert [event.step for event in events.Tensors("hessian_trace/trace")] == [50]
+
+
+def test_the_same_run_again_changes_nothing(finished_run, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("measured again")
+
+    before = numbers_of(finished_run)
+    for kind in (DirectionalDerivatives, HessianEigenpairs, HessianTrace):
+        monkeypatch.setattr(kind, "run", refuse)
+    assert runs.run(finished_run) == 0
+    assert numbers_of(finished_run) == before
+
+
+OTHER_RUNS = {
+    "seed": ({"seed": 4}, "seed there is 3, now 4"),
+    "step": ({"host": runs.host(step=60)}, "step there is 50, now 60"),
+    "checkpoint": ({"host": runs.host(checkpoint="/x")}, "checkpoint there is .*'/x'"),
+    "loss": ({"objective": runs.objective(z_loss=0.5)}, "loss there is"),
+    "data": ({"objective": runs.objective(toy.batches(6, seed=9))}, "batches there is"),
+    "settings": ({"measurements": [HessianTrace()]}, "measurements there is"),
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), OTHER_RUNS.values(), ids=OTHER_RUNS.keys()
+)
+def test_a_folder_of_another_run_is_refused(finished_run, overrides, message):
+    before = numbers_of(finished_run)
+    with pytest.raises(ValueError, match=f"different run's results.*{message}") as e:
+        runs.run(finished_run, **overrides)
+    assert "Choose another ANALYSIS_OUTPUT_DIR" in str(e.value)
+    assert numbers_of(finished_run) == before
+
+
+class Killed(BaseException):
+    """Stands for a preemption in the middle of a run."""
+
+
+def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
+    finished_run, tmp_path, monkeypatch
+):
+    save = lanczos_state.LanczosState.save
+
+    def save_and_die(self, state):
+        save(self, state)
+        raise Killed
+
+    for _ in range(2):  # at the first saved state, and at the second
+        with monkeypatch.context() as patch:
+            patch.setattr(lanczos_state.LanczosState, "save", save_and_die)
+            with pytest.raises(Killed):
+                runs.run(tmp_path)
+        assert not (tmp_path / "results.json").exists()
+    objective = runs.objective()
+    assert runs.run(tmp_path, objective=objective) == 0
+    assert numbers_of(tmp_path) == numbers_of(finished_run)
+    # Directions were kept: no jvp but that of the self-check was compiled anew.
+    assert strict_json(tmp_path)["status"] == "finished"
+    assert not (tmp_path / "unfinished").exists()
+
+
+def test_a_run_killed_among_the_probes_ends_with_the_same_numbers(
+    finished_run, tmp_path, monkeypatch
+):
+    draw = hutchinson._samples
+
+    def draw_and_die(matvec, params, key, kind, indices, block_size):
+        if indices[0] >= 4:
+            raise Killed
+        return draw(matvec, params, key, kind, indices, block_size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hutchinson, "_samples", draw_and_die)
+        with pytest.raises(Killed):
+            runs.run(tmp_path)
+    assert runs.run(tmp_path) == 0
+    assert numbers_of(tmp_path) == numbers_of(finished_run)
+
+
+KILLED_RUN = """
+import os, signal, sys
+from t5x_fwdloss.analysis import lanczos_state
+from tests.analysis import runs
+save = lanczos_state.LanczosState.save
+def save_and_die(self, state):
+    save(self, state)
+    os.kill(os.getpid(), signal.SIGKILL)
+lanczos_state.LanczosState.save = save_and_die
+runs.run(sys.argv[1])
+"""
+
+
+def test_a_process_killed_outright_leaves_a_folder_that_goes_on(
+    finished_run, tmp_path, repository
+):
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_RUN, str(tmp_path)],
+        cwd=repository,
+        env=os.environ | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        timeout=200,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    assert not (tmp_path / "results.json").exists()
+    assert runs.run(tmp_path) == 0
+    assert numbers_of(tmp_path) == numbers_of(finished_run)
+
+
+def test_a_nan_stops_its_measurement_and_keeps_the_others(tmp_path, capsys):
+    class Breaks(HessianTrace):
+        def _matvec(self, context):
+            wrong = {"dense": {"kernel": jnp.full((3, 4), jnp.nan)}}
+            params = context.params | {
+                "dense": context.params["dense"] | wrong["dense"]
+            }
+            return lambda vs: context.objective.hessian_products(params, vs)
+
+    broken = [Breaks(name="broken", num_probes=4), HessianTrace(num_probes=4)]
+    assert runs.run(tmp_path, measurements=broken) == 1
+    document = strict_json(tmp_path)
+    assert document["status"] == "failed"
+    failed, kept = document["measurements"]
+    assert failed["status"] == "failed"
+    assert "batch 0 gives nan in dense/bias" in failed["reason"]
+    assert kept["status"] == "finished"
+    assert np.load(tmp_path / "hessian_trace.npz")["samples"].shape == (4,)
+    assert "broken FAILED: the Hessian products must be finite" in (
+        capsys.readouterr().out
+    )
+    assert "Stopped: the Hessian products" in (tmp_path / "report.html").read_text()
+    # The failed one is tried again; the finished one is kept.
+    mended = [dataclasses.replace(broken[0]), broken[1]]
+    assert runs.run(tmp_path, measurements=mended) == 1
+
+
+def test_the_stock_loss_is_refused_before_anything_is_compiled(tmp_path):
+    objective = runs.objective(impl="custom_vjp")
+    with pytest.raises(PreflightError, match="directional_derivatives needs a loss"):
+        runs.run(tmp_path, objective=objective)
+    assert not objective.num_traces
+    only_trace = [HessianTrace(num_probes=2, block_size=2)]
+    assert runs.run(tmp_path / "b", objective=objective, measurements=only_trace) == 0
+
+
+@pytest.mark.parametrize("names", [(), ("a", "a")])
+def test_measurements_need_names_of_their_own(tmp_path, names):
+    listed = [HessianTrace(name=name) for name in names]
+    with pytest.raises(ValueError, match="each with its own name: got"):
+        runs.run(tmp_path, measurements=listed)
+
+
+def test_bad_settings_are_refused_before_anything_is_compiled_or_written(tmp_path):
+    objective = runs.objective()
+    listed = [HessianTrace(), HessianEigenpairs(max_steps=0)]
+    with pytest.raises(ValueError, match="max_steps must be at least 1"):
+        runs.run(tmp_path / "new", objective=objective, measurements=listed)
+    assert not objective.num_traces
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_process_writes_nothing(tmp_path):
+    listed = [HessianTrace(num_probes=2, block_size=2)]
+    assert (
+        runs.run(tmp_path, host=runs.host(is_primary=False), measurements=listed) == 0
+    )
+    assert list(tmp_path.iterdir()) == []
