@@ -1,0 +1,74 @@
+"""The toy run on a mesh of 2 x 2 devices; prints what it found as JSON."""
+
+import json
+import tempfile
+
+import jax
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace
+from t5x_fwdloss.analysis.measurements import Context
+
+from . import runs, toy
+
+
+def numbers(objective, params):
+    """The numbers of two measurements, by name; not those that are rounding only."""
+    context = Context(
+        objective=objective,
+        params=params,
+        seed=runs.SEED,
+        load_params=None,
+        state_path=lambda name: epath.Path(tempfile.mkdtemp()) / name,
+    )
+    found = {}
+    for measurement in (
+        HessianEigenpairs(num_largest=2, num_smallest=0, tolerance=1e-6),
+        HessianTrace(num_probes=4, block_size=2),
+    ):
+        found |= measurement.run(context).numbers
+    skipped = ("orthogonality", "num_products")
+    return {k: x.value for k, x in found.items() if k not in skipped}
+
+
+def main():
+    """Place everything on the mesh, measure, print."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("data", "model"))
+    place = lambda spec: lambda x: jax.device_put(x, NamedSharding(mesh, spec))
+    params = toy.parameters()
+    params = {
+        "dense": {
+            "kernel": place(P(None, "model"))(params["dense"]["kernel"]),
+            "bias": place(P("model"))(params["dense"]["bias"]),
+        }
+    }
+    batches = [jax.tree.map(place(P("data")), batch) for batch in toy.batches(6)]
+    objective = runs.objective(batches)
+    spec = lambda tree: jax.tree.map(lambda x: x.sharding.spec, tree)
+    v = objective.gradient(params)
+    stacked = jax.tree.map(lambda x: jax.numpy.stack([x, 2 * x]), v)
+    several = objective.hessian_products(params, stacked)
+    kept = {
+        "gradient": spec(v) == spec(params),
+        "hessian_product": spec(objective.hessian_product(params, v)) == spec(params),
+        "gauss_newton_product": spec(objective.gauss_newton_product(params, v))
+        == spec(params),
+        "hessian_products": spec(several)
+        == jax.tree.map(lambda x: P(None, *x.sharding.spec), params),
+    }
+    print(  # noqa: T201
+        json.dumps(
+            {
+                "kept": kept,
+                "hash": objective.batches_hash,
+                "numbers": numbers(objective, params),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""On a real network the measurements are those of its dense Hessian."""
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+from jax.flatten_util import ravel_pytree
+
+from t5x_fwdloss.analysis import (
+    HessianEigenpairs,
+    HessianTrace,
+    Objective,
+    preflight,
+)
+from t5x_fwdloss.analysis.measurements import Context
+
+from . import tiny_t5
+
+# Of a float32 network: rounding through its layers, in units of the largest entry.
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module")
+def objective():
+    return Objective.from_model(tiny_t5.model(), tiny_t5.batches())
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_t5.parameters()
+
+
+@pytest.fixture(scope="module")
+def dense(objective, params):
+    """The Hessian by columns of the identity: forward over reverse, without Lanczos."""
+    flat, unravel = ravel_pytree(params)
+
+    def loss(x):
+        with jax.default_matmul_precision("highest"):
+            return sum(objective.batch_loss(unravel(x), b) for b in objective.batches)
+
+    return np.asarray(jax.jit(jax.hessian(loss))(flat), np.float64)
+
+
+def context(objective, params, path):
+    return Context(
+        objective=objective,
+        params=params,
+        seed=0,
+        load_params=None,
+        state_path=lambda name: epath.Path(path) / name,
+    )
+
+
+def test_every_self_check_passes(objective, params):
+    assert preflight.has_forward_mode(objective, params, "this test")
+    checks = preflight.check_objective(objective, params, jax.random.key(0))
+    assert len(checks) == 4
+
+
+def test_both_ends_of_the_spectrum_are_found(objective, params, dense, tmp_path):
+    found = HessianEigenpairs(
+        num_largest=3, num_smallest=2, tolerance=1e-4, max_steps=120
+    ).run(context(objective, params, tmp_path))
+    expected = np.linalg.eigvalsh(dense)
+    rounding = ROUNDING * np.abs(expected).max()
+    wanted = {f"largest_{i + 1}": expected[-1 - i] for i in range(3)}
+    wanted |= {f"smallest_{i + 1}": expected[i] for i in range(2)}
+    assert expected[0] < -100 * rounding  # a network's Hessian is indefinite
+    for name, value in wanted.items():
+        number = found.numbers[name]
+        assert number.converged
+        assert abs(number.value - value) <= number.error + rounding
+
+
+def test_the_trace_lies_within_four_standard_errors(objective, params, dense, tmp_path):
+    found = HessianTrace(num_probes=60, block_size=1)
+    number = found.run(context(objective, params, tmp_path)).numbers["trace"]
+    assert abs(number.value - np.trace(dense)) <= 4 * number.error
+
+
+def test_gauss_newton_is_the_hessian_without_the_second_derivative_of_the_network(
+    objective, params
+):
+    # Where the network is replaced by its linearization at the parameters, the Hessian
+    # of the loss is the Gauss-Newton matrix.
+    model = tiny_t5.model()
+    flat, unravel = ravel_pytree(params)
+    v = np.random.default_rng(0).normal(size=flat.shape).astype(np.float32)
+
+    def linear_loss(x, batch):
+        apply = lambda y: model._compute_logits(unravel(y), batch)
+        logits, logits_dot = jax.jvp(apply, (flat,), (x - flat,))
+        linear = tiny_t5.model()
+        linear._compute_logits = lambda *_, **__: logits + logits_dot
+        return linear.loss_sum(params, batch)[0] / objective.W
+
+    def product(x):
+        gradient = jax.grad(lambda y: sum(linear_loss(y, b) for b in objective.batches))
+        return jax.jvp(gradient, (x,), (v,))[1]
+
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(jax.jit(product)(flat))
+    found = ravel_pytree(objective.gauss_newton_product(params, unravel(v)))[0]
+    np.testing.assert_allclose(found, expected, atol=ROUNDING * np.abs(expected).max())
