@@ -12,13 +12,16 @@ import collections.abc
 import dataclasses
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 from jaxtyping import Float, PyTree
 
 from t5x_fwdloss.curvature import errors, krylov, probes, trees
+
+# No relative error is believed before there are this many probes.
+LEAST_PROBES = 8
+# Units of rounding that an interval is never narrower than (estimators with a subspace).
+ROUNDING = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,8 @@ class TraceEstimate:
       interval: Two-sided confidence interval (Student's t).
       confidence: The level of the interval.
       converged: Whether the relative error asked for was met; None if none was asked.
+      rank: The rank of the map where the estimator exhausted its range (Hutch++ and
+        XTrace): then a small error means that the trace is exact up to rounding.
     """
 
     mean: float
@@ -44,6 +49,7 @@ class TraceEstimate:
     interval: tuple[float, float]
     confidence: float
     converged: bool | None = None
+    rank: int | None = None
 
 
 def summarize(
@@ -52,6 +58,7 @@ def summarize(
     num_products: int,
     confidence: float = 0.95,
     relative_error: float | None = None,
+    rank: int | None = None,
 ) -> TraceEstimate:
     """The mean of independent samples with its standard error and interval."""
     n = len(samples)
@@ -72,17 +79,61 @@ def summarize(
         interval=(mean - half, mean + half),
         confidence=confidence,
         converged=met,
+        rank=rank,
     )
 
 
-@jax.jit
-def _stacked_inner(u, v):
-    parts = [
-        jnp.sum(a * b, axis=tuple(range(1, a.ndim)))
-        for a, b in zip(jax.tree.leaves(u), jax.tree.leaves(v), strict=True)
-    ]
-    dtype = trees.widest_dtype(*parts)
-    return sum(part.astype(dtype) for part in parts)
+def check_counts(num_probes: int, block_size: int, confidence: float) -> None:
+    """Checks what all estimators take.
+
+    Args:
+      num_probes: The number of probes.
+      block_size: Probes in one product.
+      confidence: The level of an interval.
+
+    Raises:
+      ValueError: A count is below one, or the confidence is not between 0 and 1.
+    """
+    if min(num_probes, block_size) < 1:
+        raise ValueError(
+            "num_probes and block_size must be at least 1: got "
+            f"{num_probes} and {block_size}."
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1: got {confidence}.")
+
+
+def probe_products(
+    matvec: krylov.Matvec,
+    params: PyTree,
+    key: probes.Key,
+    kind: str,
+    first: int,
+    count: int,
+    block_size: int,
+) -> list[tuple[PyTree, PyTree]]:
+    """Probes `first` to `first + count - 1` and their products, by one call.
+
+    Args:
+      matvec: The product; with `block_size` above one, of stacked vectors.
+      params: The parameters.
+      key: The key of all probes.
+      kind: The law of the probes.
+      first: The number of the first probe.
+      count: How many are wanted, at most `block_size`.
+      block_size: How many are multiplied; the last block is filled up, so that one
+        shape is compiled.
+
+    Returns:
+      Pairs of a probe and its product.
+    """
+    if block_size == 1:
+        probe = probes.random_like(probes.probe_key(key, first), params, kind)
+        return [(probe, matvec(probe))]
+    indices = [first + i for i in range(block_size)]
+    stacked = probes.random_stack(key, indices, params, kind)
+    pairs = zip(trees.unstack(stacked), trees.unstack(matvec(stacked)), strict=True)
+    return list(pairs)[:count]
 
 
 def hutchinson_trace(
@@ -100,7 +151,8 @@ def hutchinson_trace(
 ) -> TraceEstimate:
     """The trace of a square map on the float parameters.
 
-    A product that holds NaN or Inf raises `NonFiniteError`.
+    A product that holds NaN or Inf raises `NonFiniteError`, a count below one or a
+    confidence outside of (0, 1) `ValueError`.
 
     Args:
       matvec: The product: vector to vector; with `block_size` above one, vectors
@@ -119,16 +171,8 @@ def hutchinson_trace(
     Returns:
       The estimate; the samples are kept in it.
 
-    Raises:
-      ValueError: A count is below one, or the confidence is not between 0 and 1.
     """
-    if min(num_probes, block_size) < 1:
-        raise ValueError(
-            "num_probes and block_size must be at least 1: got "
-            f"{num_probes} and {block_size}."
-        )
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1: got {confidence}.")
+    check_counts(num_probes, block_size, confidence)
     taken = [] if samples is None else [float(sample) for sample in samples]
 
     def summary():
@@ -140,28 +184,34 @@ def hutchinson_trace(
         )
 
     while len(taken) < num_probes:
-        if relative_error is not None and len(taken) >= 8 and summary().converged:
+        if len(taken) >= LEAST_PROBES and summary().converged:
             break
-        indices = list(range(len(taken), min(len(taken) + block_size, num_probes)))
-        taken += _samples(matvec, params, key, kind, indices, block_size)
+        first, count = len(taken), min(block_size, num_probes - len(taken))
+        pairs = probe_products(matvec, params, key, kind, first, count, block_size)
+        for number, (probe, product) in enumerate(pairs):
+            name = f"Hutchinson probe {first + number}"
+            taken.append(checked_inner(probe, product, name))
         if on_probe is not None:
             on_probe(np.array(taken))
     return summary()
 
 
-def _samples(matvec, params, key, kind, indices, block_size):
-    name = f"Hutchinson probe {indices[0]}"
-    if block_size == 1:
-        probe = probes.random_like(probes.probe_key(key, indices[0]), params, kind)
-        product = matvec(probe)
-        values = [float(trees.inner(probe, product))]
-    else:
-        # The last block is filled up, so that one shape is compiled; the rest is cut.
-        full = [indices[0] + i for i in range(block_size)]
-        probe = probes.random_stack(key, full, params, kind)
-        product = matvec(probe)
-        values = np.asarray(_stacked_inner(probe, product)).tolist()[: len(indices)]
-    if not np.isfinite(values).all():
+def checked_inner(probe: PyTree, product: PyTree, name: str) -> float:
+    """The inner product of a probe and its product.
+
+    Args:
+      probe: The probe.
+      product: Its product, the vector that may not be finite.
+      name: What an error calls the product.
+
+    Returns:
+      The number.
+
+    Raises:
+      NonFiniteError: The product holds NaN or Inf.
+    """
+    value = float(trees.inner(probe, product))
+    if not math.isfinite(value):
         trees.check_finite(product, name)
         raise errors.NonFiniteError(name, ())
-    return values
+    return value

@@ -9,6 +9,7 @@ import collections.abc
 import dataclasses
 
 import numpy as np
+import scipy.linalg
 from jaxtyping import Float, PyTree
 
 from t5x_fwdloss.curvature import basis, krylov, trees
@@ -88,3 +89,19 @@ def lanczos(
         exhausted=space.exhausted,
         start_norm=start_norm,
     )
+
+
+def eigh_tridiagonal(
+    alphas: np.ndarray, betas: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues (ascending) and eigenvectors of the tridiagonal matrix, float64.
+
+    Args:
+      alphas: The diagonal, `[k]`.
+      betas: The off-diagonal, `[k]` or `[k - 1]`; a last entry of `[k]` is not read.
+
+    Returns:
+      Eigenvalues `[k]`, and eigenvectors by column.
+    """
+    result = scipy.linalg.eigh_tridiagonal(alphas, betas[: len(alphas) - 1])
+    return np.asarray(result[0]), np.asarray(result[1])

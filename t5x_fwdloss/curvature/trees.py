@@ -181,13 +181,15 @@ def stack(vectors: collections.abc.Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *vectors)
 
 
+@jax.jit
+def _unstack(vectors):
+    count = jax.tree.leaves(vectors)[0].shape[0]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], vectors) for i in range(count)]
+
+
 def unstack(vectors: PyTree) -> list[PyTree]:
     """The vectors of a stacked tree, in order."""
-    leaves, structure = jax.tree.flatten(vectors)
-    return [
-        jax.tree.unflatten(structure, [leaf[i] for leaf in leaves])
-        for i in range(leaves[0].shape[0])
-    ]
+    return _unstack(vectors)
 
 
 @jax.jit

@@ -1,0 +1,121 @@
+r"""Hutch++: the trace of a symmetric map, exact on a subspace and sampled outside of it.
+
+With $Q$ an orthonormal basis of $A S$ for random signs $S$ and $P = I - Q Q^T$,
+
+$$ \operatorname{tr} A = \operatorname{tr} Q^T A Q + \operatorname{tr} P A P, $$
+
+and the second term is Hutchinson's estimate with fresh probes. Given $Q$ its samples
+are independent and unbiased, so their standard error is that of the estimate.
+"""
+
+import collections.abc
+
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature import basis, hutchinson, krylov, probes, sketches, trees
+
+
+def hutchpp_trace(
+    matvec: krylov.Matvec,
+    params: PyTree,
+    key: probes.Key,
+    *,
+    sketch_size: int = 10,
+    num_probes: int = 10,
+    relative_error: float | None = None,
+    confidence: float = 0.95,
+    block_size: int = 1,
+    basis_on_host: bool = False,
+    on_probe: collections.abc.Callable[[int], None] | None = None,
+) -> hutchinson.TraceEstimate:
+    """The trace of a symmetric map by Hutch++.
+
+    Costs two products for each vector of the sketch and one for each probe. Where the
+    sketch holds the whole range of the map (`rank` below `sketch_size`), the samples are
+    zero up to rounding, and so is the error: the trace is exact. A product that holds
+    NaN or Inf raises `NonFiniteError`.
+
+    Args:
+      matvec: The product; with `block_size` above one, of stacked vectors.
+      params: The parameters (or any vector), for shapes, paths and shardings.
+      key: A seed or key.
+      sketch_size: Random vectors that span the subspace.
+      num_probes: Probes outside of it, at most.
+      relative_error: Stop when half the confidence interval is at most this part of the
+        estimate, from eight probes on.
+      confidence: The level of the interval.
+      block_size: Vectors in one call of `matvec`.
+      basis_on_host: Whether the subspace is kept in pinned host memory.
+      on_probe: Called with the number of products so far.
+
+    Returns:
+      The estimate; `samples` are exact part plus sampled part, one for each probe.
+
+    Raises:
+      ValueError: A count is below one, or the confidence is not between 0 and 1.
+    """
+    hutchinson.check_counts(num_probes, block_size, confidence)
+    if sketch_size < 1:
+        raise ValueError(f"sketch_size must be at least 1: got {sketch_size}.")
+    sketch_size = min(sketch_size, trees.dimension(params))
+    space = basis.Basis(trees.zeros_like(params), on_host=basis_on_host)
+    products = 0
+
+    def multiply(vectors, name):
+        nonlocal products
+        results = sketches.apply_all(matvec, vectors, block_size)
+        products += len(vectors)
+        for result in results:
+            sketches.finite_norm(result, name)
+        if on_probe is not None:
+            on_probe(products)
+        return results
+
+    for first in range(0, sketch_size, block_size):
+        count = min(block_size, sketch_size - first)
+        signs = [_probe(key, first + i, params, "sketch") for i in range(count)]
+        name = f"Hutch++ sketch {first}"
+        for product in multiply(signs, name):
+            sketches.extend(space, product, name)
+    exact = 0.0
+    for first in range(0, space.size, block_size):
+        rows = [space.row(i) for i in range(first, min(first + block_size, space.size))]
+        for q, product in zip(rows, multiply(rows, "Hutch++ subspace"), strict=True):
+            exact += float(trees.inner(q, product))
+
+    taken: list[float] = []
+
+    def summary():
+        return hutchinson.summarize(
+            exact + np.array(taken),
+            num_products=products,
+            confidence=confidence,
+            relative_error=relative_error,
+            rank=space.size if space.size < sketch_size else None,
+        )
+
+    while len(taken) < num_probes:
+        if len(taken) >= hutchinson.LEAST_PROBES and summary().converged:
+            break
+        first, count = len(taken), min(block_size, num_probes - len(taken))
+        outside = [
+            _project(space, _probe(key, first + i, params, "probe"))
+            for i in range(count)
+        ]
+        name = f"Hutch++ probe {first}"
+        for z, product in zip(outside, multiply(outside, name), strict=True):
+            taken.append(float(trees.inner(z, product)))
+    return summary()
+
+
+def _probe(key, index, params, purpose):
+    """Sketch and probes must be independent: they have different keys."""
+    base = probes.probe_key(key, {"sketch": 0, "probe": 1}[purpose])
+    return probes.random_like(probes.probe_key(base, index), params)
+
+
+def _project(space, vector):
+    for _ in range(2 if space.size else 0):
+        vector = space.subtract(vector, space.coefficients(vector))
+    return vector

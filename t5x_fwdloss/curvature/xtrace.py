@@ -1,0 +1,200 @@
+r"""XTrace: the trace of a symmetric map, every probe used for the subspace and the rest.
+
+For probes $\omega_1 \dots \omega_k$ let $Q_{(i)}$ be an orthonormal basis of the products
+with all probes but number $i$. Each
+
+$$ t_i = \operatorname{tr} Q_{(i)}^T A Q_{(i)} + \alpha_i \, \omega_i^T P_{(i)} A P_{(i)}
+   \omega_i, \qquad P_{(i)} = I - Q_{(i)} Q_{(i)}^T $$
+
+is a Hutch++ estimate with one probe; XTrace is their mean, from $2 k$ products. The
+probes are Gaussian and $\alpha_i = (n - r_i) / \|P_{(i)} \omega_i\|^2$ takes the
+randomness of their length out (the $r_i$ are ranks). All of it comes from small
+matrices: $R = Q^T A \Omega$, $H = Q^T A Q$ and $W = Q^T \Omega$.
+
+Where the products with all probes but one already span the range of $A$ (low rank, or
+as many probes as parameters), the second term vanishes and every $t_i$ is the trace.
+
+References:
+  Epperly, Tropp, Webber 2024, XTrace, sections 2 and 4.1 (the resphering).
+"""
+
+import collections.abc
+
+import numpy as np
+import scipy.stats
+from jaxtyping import Float, PyTree
+
+from t5x_fwdloss.curvature import basis, hutchinson, krylov, probes, sketches, trees
+
+
+class _Sketch:
+    """The vectors and the small matrices, grown probe by probe."""
+
+    def __init__(self, params, on_host):
+        like = trees.zeros_like(params)
+        self.epsilon = sketches.epsilon(like)
+        self.space = basis.Basis(like, on_host=on_host)  # Q
+        self.omega = basis.Basis(like, on_host=on_host)
+        self.r = np.zeros((0, 0))  # Q^T A Omega
+        self.w = np.zeros((0, 0))  # Q^T Omega
+        self.h = np.zeros((0, 0))  # Q^T A Q
+        self.quadratic = np.zeros(0)  # omega_i A omega_i
+        self.squares = np.zeros(0)  # |omega_i|^2
+        self.num_new = 0
+
+    def add_probe(self, probe, product, name):
+        """Takes in one probe and its product; returns the new q, or None."""
+        number = self.omega.size
+        self.omega.append(probe, 1.0)
+        inner = float(trees.inner(probe, product))
+        self.quadratic = np.append(self.quadratic, inner)
+        self.squares = np.append(self.squares, float(trees.inner(probe, probe)))
+        coefficients, grew = sketches.extend(self.space, product, name)
+        size = self.space.size
+        self.r = _grown(self.r, size, number + 1)
+        self.w = _grown(self.w, size, number + 1)
+        self.r[:, number] = coefficients
+        self.w[:, number] = self.space.coefficients(probe)
+        if not grew:
+            return None
+        q = self.space.row(size - 1)
+        self.w[size - 1] = self.omega.coefficients(q)
+        return q
+
+    def add_row(self, q_product):
+        """Takes in the product with the oldest q that has none yet."""
+        column = self.space.coefficients(q_product)
+        known = len(self.h)
+        self.h = _grown(self.h, known + 1, known + 1)
+        # A is symmetric, so the new row is known, too.
+        self.h[: known + 1, known] = column[: known + 1]
+        self.h[known, : known + 1] = column[: known + 1]
+
+    def estimates(self, dimension) -> Float[np.ndarray, " k"]:
+        """The leave-one-out estimates."""
+        count = self.omega.size
+        rank = self.space.size
+        results = np.empty(count)
+        for i in range(count):
+            # Directions of Q that only probe i gave: none, or one.
+            others = np.delete(self.r, i, axis=1)
+            left, values, _ = np.linalg.svd(others, full_matrices=True)
+            bound = sketches.NOISE * self.epsilon * np.linalg.norm(self.r, 2)
+            lost = left[:, int((values > bound).sum()) :]
+            kept = rank - lost.shape[1]
+            x = self.w[:, i] - lost @ (lost.T @ self.w[:, i])
+            inside = np.trace(self.h) - np.trace(lost.T @ self.h @ lost)
+            rest = self.quadratic[i] - 2 * x @ self.r[:, i] + x @ self.h @ x
+            square = self.squares[i] - x @ x
+            alpha = 0.0
+            if kept < dimension and square > self.epsilon * self.squares[i]:
+                alpha = (dimension - kept) / square
+            results[i] = inside + alpha * rest
+        return results
+
+    def rounding(self) -> float:
+        """The size of rounding errors in the estimate, a floor for its error."""
+        return self.epsilon * float(np.abs(np.diag(self.h)).sum())
+
+
+def _grown(matrix, rows, columns):
+    grown = np.zeros((rows, columns))
+    grown[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return grown
+
+
+def xtrace(
+    matvec: krylov.Matvec,
+    params: PyTree,
+    key: probes.Key,
+    *,
+    num_probes: int = 16,
+    relative_error: float | None = None,
+    confidence: float = 0.95,
+    block_size: int = 1,
+    basis_on_host: bool = False,
+    on_probe: collections.abc.Callable[[int], None] | None = None,
+) -> hutchinson.TraceEstimate:
+    """The trace of a symmetric map by XTrace, at two products for each probe.
+
+    A product that holds NaN or Inf raises `NonFiniteError`.
+
+    Args:
+      matvec: The product; with `block_size` above one, of stacked vectors. Must be
+        symmetric.
+      params: The parameters (or any vector), for shapes, paths and shardings.
+      key: A seed or key.
+      num_probes: Probes, at most; never more than there are dimensions, plus one.
+      relative_error: Stop when half the confidence interval is at most this part of the
+        estimate, from eight probes on.
+      confidence: The level of the interval (Student's t; the leave-one-out estimates
+        share their subspace, so it is approximate).
+      block_size: Vectors in one call of `matvec`.
+      basis_on_host: Whether the vectors are kept in pinned host memory.
+      on_probe: Called with the number of products so far.
+
+    Returns:
+      The estimate; `samples` are the leave-one-out estimates, `rank` is set where the
+      range of the map was exhausted: then the error is one of rounding only.
+
+    Raises:
+      ValueError: A count is below two, or the confidence is not between 0 and 1.
+    """
+    hutchinson.check_counts(num_probes, block_size, confidence)
+    if num_probes < 2:
+        raise ValueError(f"num_probes must be at least 2 for XTrace: got {num_probes}.")
+    total = trees.dimension(params)
+    num_probes = min(num_probes, total + 1)
+    sketch = _Sketch(params, basis_on_host)
+    products = 0
+    estimate = None
+    while sketch.omega.size < num_probes:
+        first = sketch.omega.size
+        if first >= hutchinson.LEAST_PROBES and estimate and estimate.converged:
+            break
+        count = min(block_size, num_probes - first)
+        name = f"XTrace probe {first}"
+        omegas = [
+            probes.random_like(probes.probe_key(key, first + i), params, "normal")
+            for i in range(count)
+        ]
+        results = sketches.apply_all(matvec, omegas, block_size)
+        added = [
+            sketch.add_probe(probe, product, name)
+            for probe, product in zip(omegas, results, strict=True)
+        ]
+        new = [q for q in added if q is not None]
+        for product in sketches.apply_all(matvec, new, block_size):
+            sketches.finite_norm(product, name)
+            sketch.add_row(product)
+        products += count + len(new)
+        if on_probe is not None:
+            on_probe(products)
+        if sketch.omega.size >= 2:
+            estimate = _summary(sketch, total, products, confidence, relative_error)
+        if sketch.omega.size >= 2 and sketch.space.size < sketch.omega.size - 1:
+            break  # the range is exhausted: more probes tell nothing new
+    assert estimate is not None
+    return estimate
+
+
+def _summary(sketch, dimension, num_products, confidence, relative_error):
+    samples = sketch.estimates(dimension)
+    count = len(samples)
+    exhausted = sketch.space.size < count or sketch.space.size >= dimension
+    mean = float(samples.mean())
+    error = float(samples.std(ddof=1) / np.sqrt(count))
+    quantile = float(scipy.stats.t.ppf(0.5 + confidence / 2, count - 1))
+    half = quantile * error + hutchinson.ROUNDING * sketch.rounding()
+    met = None if relative_error is None else half <= relative_error * abs(mean)
+    return hutchinson.TraceEstimate(
+        mean=mean,
+        standard_error=error,
+        num_probes=count,
+        samples=samples,
+        num_products=num_products,
+        interval=(mean - half, mean + half),
+        confidence=confidence,
+        converged=met,
+        rank=sketch.space.size if exhausted else None,
+    )
