@@ -15,7 +15,7 @@ from clu import metrics as clu_metrics
 from t5x_fwdloss import losses
 from t5x_fwdloss.loss_mixin import LossMixin
 
-Batch = Mapping[str, jax.Array]
+Batch = Mapping[str, Any]  # of arrays
 
 
 class StandaloneModel(LossMixin):
@@ -76,11 +76,11 @@ class StandaloneModel(LossMixin):
     def _compute_metrics(
         self,
         logits: Any,  # or what stands for logits that were never in memory
-        targets: jax.Array,
-        mask: jax.Array | None,
-        loss: jax.Array,
-        z_loss: jax.Array | None = None,
-        segment_ids: Mapping[str, jax.Array] | None = None,
+        targets: Any,
+        mask: Any,
+        loss: Any,
+        z_loss: Any = None,
+        segment_ids: Mapping[str, Any] | None = None,
     ) -> dict[str, clu_metrics.Metric]:
         """T5X's metrics of one batch, by T5X's names, without its clocks."""
         accuracy = clu_metrics.Accuracy.from_model_output(

@@ -13,14 +13,27 @@ from jaxtyping import Array, Float, Int
 from t5x_fwdloss.standalone import layers
 from t5x_fwdloss.standalone.layers import T5Config as T5Config
 
-Tokens = Int[Array, "batch length"]
+Tokens = Int[Array | np.ndarray, "batch length"]
+Inputs = Int[Array | np.ndarray, "batch inputs"]
+Targets = Int[Array | np.ndarray, "batch targets"]
 
 
-class Embedder(nn.Embed):
-    """The table of tokens; as an output head it works in float32."""
+class Embedder(nn.Module):
+    """The table of tokens, `[vocab, embed]`, and the tied output head."""
+
+    config: T5Config
+
+    def setup(self):
+        """Creates the table."""
+        shape = (self.config.vocab_size, self.config.emb_dim)
+        self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
+
+    def __call__(self, tokens: Tokens) -> layers.Hidden:
+        """The row of each token."""
+        return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
 
     def attend(self, query: layers.Hidden) -> Float[Array, "batch length vocab"]:
-        """Logits of hidden states, before the division by sqrt(embed)."""
+        """Logits of hidden states, in float32, before the division by sqrt(embed)."""
         return jnp.dot(query.astype(jnp.float32), self.embedding.T)
 
 
@@ -71,27 +84,22 @@ class Transformer(nn.Module):
     def setup(self):
         """Creates the shared embedding and the two stacks."""
         cfg = self.config
-        self.token_embedder = Embedder(
-            cfg.vocab_size,
-            cfg.emb_dim,
-            dtype=cfg.dtype,
-            embedding_init=nn.initializers.normal(1.0),
-        )
+        self.token_embedder = Embedder(cfg)
         self.encoder = Stack(cfg, self.token_embedder, is_decoder=False)
         self.decoder = Stack(cfg, self.token_embedder, is_decoder=True)
 
     def __call__(
         self,
-        encoder_input_tokens: Tokens,
-        decoder_input_tokens: Tokens,
-        decoder_target_tokens: Tokens,
-        encoder_segment_ids: Tokens | None = None,
-        decoder_segment_ids: Tokens | None = None,
-        encoder_positions: Tokens | None = None,
-        decoder_positions: Tokens | None = None,
+        encoder_input_tokens: Inputs,
+        decoder_input_tokens: Targets,
+        decoder_target_tokens: Targets,
+        encoder_segment_ids: Inputs | None = None,
+        decoder_segment_ids: Targets | None = None,
+        encoder_positions: Inputs | None = None,
+        decoder_positions: Targets | None = None,
         *,
         enable_dropout: bool = True,
-    ) -> Float[Array, "batch length vocab"]:
+    ) -> Float[Array, "batch targets vocab"]:
         """Logits of the target tokens, in float32.
 
         Args:
@@ -133,7 +141,7 @@ class Transformer(nn.Module):
 
 def _visible(queries, keys, query_segments, key_segments):
     """Which query may see which key, `[batch, query, key]`."""
-    mask = queries[:, :, None] & keys[:, None, :]
+    mask = jnp.asarray(queries)[:, :, None] & keys[:, None, :]
     if query_segments is not None:
         mask &= query_segments[:, :, None] == key_segments[:, None, :]
     return mask
