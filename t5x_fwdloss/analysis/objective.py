@@ -19,19 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import batches as batches_lib
-from t5x_fwdloss.analysis import parameters
+from t5x_fwdloss.analysis import matrices, parameters
 from t5x_fwdloss.analysis.finite import check_finite
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.programs import Programs, all_finite, largest_magnitudes
+from t5x_fwdloss.analysis.token_loss import TokenLoss
 from t5x_fwdloss.curvature import trees
-from t5x_fwdloss.curvature.products import (
-    directional_derivative,
-    gauss_newton_product,
-    gradient,
-    hessian_product,
-)
+from t5x_fwdloss.curvature.operators import stacked
+from t5x_fwdloss.curvature.products import directional_derivative, gradient
 
 PRECISIONS = ("default", "high", "highest")
 
@@ -50,6 +46,7 @@ class Objective:
         batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
         precision: matmul precision of every derivative.
         settings: the loss settings, for the record.
+        model: the model it was made from, if there is one.
     """
 
     def __init__(
@@ -60,7 +57,7 @@ class Objective:
         normalizer: Normalizer,
         num_microbatches: int = 1,
         outputs: Callable[..., Any] | None = None,
-        output_hessian: Callable[..., Any] | None = None,
+        token_loss: TokenLoss | None = None,
         dropout_seed: int | None = None,
         precision: str = "highest",
         settings: Mapping[str, Any] | None = None,
@@ -74,9 +71,9 @@ class Objective:
             normalizer: what the sum over batches is divided by.
             num_microbatches: pieces that every batch is cut into, to save memory; the
                 numbers, and the batches' hash, stay the same.
-            outputs: `(params, batch, key)` to the logits; None: no Gauss-Newton.
-            output_hessian: `(logits, batch, tangent)` to the product of the Hessian of
-                the numerator with respect to the logits and the tangent.
+            outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
+                matrix.
+            token_loss: the loss as a function of the logits.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
             settings: what to record about the loss.
@@ -98,14 +95,21 @@ class Objective:
         self.precision = precision
         self.dropout_seed = dropout_seed
         self.settings = dict(settings or {})
+        self.model: Any = None
         self._numerator = numerator
-        self._outputs = outputs
-        self._output_hessian = output_hessian
+        self._products = matrices.products(
+            self.batch_loss,
+            None
+            if outputs is None
+            else lambda p, batch, key, _: outputs(p, batch, key),
+            token_loss,
+            normalizer.total,
+        )
         self._programs = Programs(precision)
         if dropout_seed is None:
             self._keys = [None] * len(self.batches)
         else:
-            root = jax.random.key(dropout_seed)
+            root = jax.random.key(dropout_seed, impl="threefry2x32")
             self._keys = [jax.random.fold_in(root, i) for i in range(len(self.batches))]
 
     @classmethod
@@ -127,47 +131,28 @@ class Objective:
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: matmul precision of every derivative.
         """
-        factor = getattr(model, "_loss_normalizing_factor", None)
+        token_loss = TokenLoss.of_model(model)
+        factor = token_loss.loss_normalizing_factor
         found = batches_lib.checked(batches)
-        normalizer = total_normalizer(factor, found)
-        smoothing = getattr(model, "_label_smoothing", 0.0)
-        z_loss = getattr(model, "_z_loss", 0.0)
-
-        def numerator(params, batch, key):
-            return model.loss_sum(params, batch, key)[0]
-
-        def outputs(params, batch, key):
-            return model._compute_logits(params, batch, key)
-
-        def output_hessian(logits, batch, tangent):
-            _, weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)
-            product = losses.logit_hessian_product(
-                logits,
-                batch["decoder_target_tokens"],
-                tangent,
-                label_smoothing=smoothing,
-                z_loss=z_loss,
-            )
-            return product if weights is None else product * weights[..., None]
-
-        has_outputs = hasattr(model, "_compute_logits")
-        return cls(
-            numerator,
+        objective = cls(
+            lambda params, batch, key: model.loss_sum(params, batch, key)[0],
             found,
-            normalizer=normalizer,
+            normalizer=total_normalizer(factor, found),
             num_microbatches=num_microbatches,
-            outputs=outputs if has_outputs else None,
-            output_hessian=output_hessian if has_outputs else None,
+            outputs=getattr(model, "_compute_logits", None),
+            token_loss=token_loss,
             dropout_seed=dropout_seed,
             precision=precision,
             settings={
                 "loss_impl": getattr(model, "_loss_impl", "unknown"),
                 "loss_chunk_length": getattr(model, "_loss_chunk_length", None),
-                "label_smoothing": float(smoothing),
-                "z_loss": float(z_loss),
+                "label_smoothing": token_loss.label_smoothing,
+                "z_loss": token_loss.z_loss,
                 "loss_normalizing_factor": getattr(factor, "name", factor),
             },
         )
+        objective.model = model
+        return objective
 
     @property
     def W(self) -> float:
@@ -188,8 +173,18 @@ class Objective:
         """The fixed dropout key of batch `number`; None where dropout is off."""
         return self._keys[number]
 
-    def batch_loss(self, params: PyTree, batch: Any, key: Any = None) -> jax.Array:
-        """One batch's share of the objective, $n_b / W$: traceable, differentiable."""
+    def batch_loss(
+        self, params: PyTree, batch: Any, key: Any = None, index: Any = None
+    ) -> jax.Array:
+        """One batch's share of the objective, $n_b / W$: traceable, differentiable.
+
+        Args:
+            params: parameters.
+            batch: one of the batches.
+            key: its dropout key.
+            index: its number; the loss does not depend on it.
+        """
+        del index
         share = self._numerator(params, batch, key) / self.W
         return share.astype(jnp.promote_types(share.dtype, jnp.float32))
 
@@ -226,46 +221,66 @@ class Objective:
 
     def hessian_product(self, params: PyTree, direction: PyTree) -> PyTree:
         """The Hessian times a direction, forward over reverse."""
-        trees.check_like(direction, params, "direction")
-        product = hessian_product(self.batch_loss)
-        return self._vector("the Hessian product", product, params, direction)
+        return self.matrix_product("hessian", params, direction)
 
     def hessian_products(self, params: PyTree, directions: PyTree) -> PyTree:
         """The Hessian times several directions, stacked in front, in one program."""
-        product = hessian_product(self.batch_loss)
-        return self._vectors("the Hessian products", product, params, directions)
+        return self.matrix_products("hessian", params, directions)
 
     def gauss_newton_product(self, params: PyTree, direction: PyTree) -> PyTree:
-        r"""The Gauss-Newton matrix $\sum_b J_b^T H_b J_b / W$ times a direction.
-
-        $J_b$ is the Jacobian of the batch's logits and $H_b$ the closed-form Hessian of
-        its loss with respect to them, smoothing, weights and z-loss included.
-        """
-        trees.check_like(direction, params, "direction")
-        product = self._gauss_newton()
-        return self._vector("the Gauss-Newton product", product, params, direction)
+        """The Gauss-Newton matrix times a direction; see `matrices`."""
+        return self.matrix_product("gauss_newton", params, direction)
 
     def gauss_newton_products(self, params: PyTree, directions: PyTree) -> PyTree:
         """The Gauss-Newton matrix times several directions stacked in front."""
-        product = self._gauss_newton()
-        return self._vectors("the Gauss-Newton products", product, params, directions)
+        return self.matrix_products("gauss_newton", params, directions)
 
-    def _gauss_newton(self):
-        outputs, output_hessian = self._outputs, self._output_hessian
-        if outputs is None or output_hessian is None:
+    def matrix_product(self, matrix: str, params: PyTree, direction: PyTree) -> PyTree:
+        """A matrix of `matrices` times a direction.
+
+        Args:
+            matrix: its name, such as 'hessian' or 'fisher'.
+            params: parameters.
+            direction: a vector like them.
+        """
+        product = self._matrix(matrix)
+        trees.check_like(direction, params, "direction")
+        name = f"the product with {matrices.WORDS[matrix]}"
+        return self._vector(name, product, params, direction)
+
+    def matrix_products(
+        self, matrix: str, params: PyTree, directions: PyTree
+    ) -> PyTree:
+        """A matrix of `matrices` times several directions, in one compiled program.
+
+        Args:
+            matrix: its name.
+            params: parameters.
+            directions: vectors like them, stacked in front.
+        """
+        product = self._matrix(matrix)
+        name = f"the products with {matrices.WORDS[matrix]}"
+        stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
+        return self._vector(name, stacked(product), params, directions, stack=stack)
+
+    def check_matrix(self, matrix: str) -> None:
+        """Refuse a matrix that this objective does not have (`ValueError`)."""
+        self._matrix(matrix)
+
+    def _matrix(self, matrix):
+        if matrix not in matrices.WORDS:
             raise ValueError(
-                "Gauss-Newton products need the model's logits: this objective was "
-                "built without outputs and output_hessian."
+                f"matrix must be one of {', '.join(matrices.WORDS)}: got {matrix!r}."
             )
-
-        def scaled(logits, tangent, batch, key):
-            del key
-            return output_hessian(logits, batch, tangent) / self.W
-
-        return gauss_newton_product(outputs, scaled)
+        if matrix not in self._products:
+            raise ValueError(
+                f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
+                "was built without outputs and token_loss."
+            )
+        return self._products[matrix]
 
     def _pairs(self):
-        return zip(self.batches, self._keys, strict=True)
+        return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
 
     def _scalars(self, name, function, params, *directions):
         program = self._programs.scalars(name, function, params)
@@ -287,11 +302,3 @@ class Objective:
             check_finite(name, map(largest_magnitudes, parts))
             check_finite(f"the sum over batches of {name}", [largest_magnitudes(total)])
         return total
-
-    def _vectors(self, name, product, params, directions):
-        stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
-
-        def several(params, stacked, batch, key):
-            return jax.vmap(lambda v: product(params, v, batch, key))(stacked)
-
-        return self._vector(name, several, params, directions, stack=stack)

@@ -16,7 +16,13 @@ Plot = Callable[[MeasurementResult], Figure | None]
 def plots_of(result: MeasurementResult) -> list[tuple[str, str]]:
     """The result's plots as `(caption, svg)`; none for a kind that has none."""
     found = []
-    for number, (caption, plot) in enumerate(PLOTS.get(result.kind, ())):
+    plots = [
+        plot
+        for end, of_end in PLOTS.items()
+        if result.kind.endswith(end)
+        for plot in of_end
+    ]
+    for number, (caption, plot) in enumerate(plots):
         with figures.settings():
             figure = plot(result)
             if figure is not None:
@@ -52,7 +58,7 @@ def directions(result: MeasurementResult) -> Figure | None:
 def eigenvalues(result: MeasurementResult) -> Figure | None:
     """The eigenvalues in order, with their residuals as error bars."""
     values, residuals = result.arrays["eigenvalues"], result.arrays["residuals"]
-    names = [n for n, x in result.numbers.items() if x.count is not None]
+    names = [n for n in result.numbers if n.startswith(("largest_", "smallest_"))]
     converged = np.asarray([result.numbers[n].converged for n in names])
     order = np.argsort(-values)
     (axis,) = figures.panels(1)
@@ -105,7 +111,7 @@ def convergence(result: MeasurementResult) -> Figure | None:
     left.set_title("Ritz values")
     right.set_title("estimated residuals; dashed: asked for")
     for axis in (left, right):
-        axis.set_xlabel("Hessian products")
+        axis.set_xlabel("products")
     left.legend(loc="best")
     return left.get_figure(root=True)
 
@@ -145,6 +151,7 @@ def trace_samples(result: MeasurementResult) -> Figure | None:
     return axis.get_figure(root=True)
 
 
+# By the end of the measurement's class name: one family, one set of plots.
 PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
     "DirectionalDerivatives": (
         (
@@ -153,7 +160,7 @@ PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
             directions,
         ),
     ),
-    "HessianEigenpairs": (
+    "Eigenpairs": (
         (
             "Eigenvalues; the bar is the true residual: an eigenvalue lies within it.",
             eigenvalues,
@@ -163,7 +170,7 @@ PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
             convergence,
         ),
     ),
-    "HessianTrace": (
+    "Trace": (
         (
             "Hutchinson's estimator: one sample a probe, and what their mean knows.",
             trace_samples,

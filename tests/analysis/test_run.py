@@ -141,9 +141,9 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
                 runs.run(tmp_path)
         assert not (tmp_path / "results.json").exists()
     objective, products = runs.objective(), []
-    product = objective.hessian_product
+    product = objective.matrix_product
     monkeypatch.setattr(
-        objective, "hessian_product", lambda *a: products.append(1) or product(*a)
+        objective, "matrix_product", lambda *a: products.append(1) or product(*a)
     )
     assert runs.run(tmp_path, objective=objective) == 0
     assert numbers_of(tmp_path) == numbers_of(finished_run)
@@ -202,12 +202,9 @@ def test_a_process_killed_outright_leaves_a_folder_that_goes_on(
 
 def test_a_nan_stops_its_measurement_and_keeps_the_others(tmp_path, capsys):
     class Breaks(HessianTrace):
-        def _matvec(self, context):
-            wrong = {"dense": {"kernel": jnp.full((3, 4), jnp.nan)}}
-            params = context.params | {
-                "dense": context.params["dense"] | wrong["dense"]
-            }
-            return lambda vs: context.objective.hessian_products(params, vs)
+        def run(self, context):
+            dense = context.params["dense"] | {"kernel": jnp.full((3, 4), jnp.nan)}
+            return super().run(dataclasses.replace(context, params={"dense": dense}))
 
     broken = [Breaks(name="broken", num_probes=4), HessianTrace(num_probes=4)]
     assert runs.run(tmp_path, measurements=broken) == 1
@@ -218,10 +215,13 @@ def test_a_nan_stops_its_measurement_and_keeps_the_others(tmp_path, capsys):
     assert "batch 0 gives nan in dense/bias" in failed["reason"]
     assert kept["status"] == "finished"
     assert np.load(tmp_path / "hessian_trace.npz")["samples"].shape == (4,)
-    assert "broken FAILED: the Hessian products must be finite" in (
+    assert "broken FAILED: the products with the Hessian must be finite" in (
         capsys.readouterr().out
     )
-    assert "Stopped: the Hessian products" in (tmp_path / "report.html").read_text()
+    assert (
+        "Stopped: the products with the Hessian"
+        in (tmp_path / "report.html").read_text()
+    )
     # The failed one is tried again; the finished one is kept.
     mended = [dataclasses.replace(broken[0]), broken[1]]
     assert runs.run(tmp_path, measurements=mended) == 1

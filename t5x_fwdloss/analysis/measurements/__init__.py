@@ -6,6 +6,20 @@ from t5x_fwdloss.analysis.measurements.directions import (
     DirectionalDerivatives as DirectionalDerivatives,
 )
 from t5x_fwdloss.analysis.measurements.eigenpairs import (
+    FisherEigenpairs as FisherEigenpairs,
+)
+from t5x_fwdloss.analysis.measurements.eigenpairs import (
+    GaussNewtonEigenpairs as GaussNewtonEigenpairs,
+)
+from t5x_fwdloss.analysis.measurements.eigenpairs import (
     HessianEigenpairs as HessianEigenpairs,
 )
+from t5x_fwdloss.analysis.measurements.trace import (
+    EmpiricalFisherTrace as EmpiricalFisherTrace,
+)
+from t5x_fwdloss.analysis.measurements.trace import FisherTrace as FisherTrace
+from t5x_fwdloss.analysis.measurements.trace import GaussNewtonTrace as GaussNewtonTrace
 from t5x_fwdloss.analysis.measurements.trace import HessianTrace as HessianTrace
+from t5x_fwdloss.analysis.measurements.trace import (
+    SampledFisherTrace as SampledFisherTrace,
+)

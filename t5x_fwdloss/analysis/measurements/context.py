@@ -61,6 +61,18 @@ class Context:
             self._gradient = self.objective.gradient(self.params)
         return self._gradient
 
+    def product(self, matrix: str, block_size: int = 1) -> Callable[[PyTree], PyTree]:
+        """The product with a matrix, one vector to one, or stacked ones to as many.
+
+        Args:
+            matrix: a name in `matrices.WORDS`.
+            block_size: 1, or how many vectors are stacked.
+        """
+        objective, params = self.objective, self.params
+        if block_size == 1:
+            return lambda v: objective.matrix_product(matrix, params, v)
+        return lambda vs: objective.matrix_products(matrix, params, vs)
+
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Progress of `total` steps, shown by process 0."""
         return Progress(title, total, is_primary=self.is_primary, done=done)

@@ -1,23 +1,31 @@
-"""The largest and smallest eigenpairs of the Hessian, by Lanczos from the host."""
+r"""Eigenpairs at both ends of a spectrum, by Lanczos driven from the host.
+
+With unit eigenvectors $y_i$ and the gradient g, the overlap $\sum_i \langle g, y_i
+\rangle^2 / \|g\|^2$ is the part of the squared gradient that lies in their span
+(Gur-Ari, Roberts, Dyer 2018, section 2).
+"""
 
 import dataclasses
 import itertools
+from typing import ClassVar
+
+import numpy as np
 
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.numbers import RESIDUAL, MeasurementResult, Number
-from t5x_fwdloss.curvature import eigenpairs, probes
+from t5x_fwdloss.curvature import eigenpairs, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class HessianEigenpairs:
-    """Eigenvalues at both ends of the Hessian's spectrum, each with its true residual.
+class Eigenpairs:
+    """What the measurements of eigenpairs share; `matrix` says of which.
 
     Attributes:
         name: name in the results.
         num_largest: pairs wanted at the upper end.
         num_smallest: pairs wanted at the lower end, the most negative first.
-        max_steps: largest number of Hessian products spent on the space.
+        max_steps: largest number of products spent on the space.
         tolerance: residual at which a pair is converged, relative to the largest
             magnitude of an eigenvalue.
         max_basis: largest number of vectors held at once, or None for `max_steps`.
@@ -25,7 +33,9 @@ class HessianEigenpairs:
         save_every: steps between two saved states; a preempted run goes on from there.
     """
 
-    name: str = "hessian_eigenpairs"
+    matrix: ClassVar[str]
+
+    name: str
     num_largest: int = 5
     num_smallest: int = 2
     max_steps: int = 80
@@ -40,7 +50,7 @@ class HessianEigenpairs:
         Raises:
             ValueError: one of them is out of range.
         """
-        del context
+        context.objective.check_matrix(self.matrix)
         title = type(self).__name__
         for name, least in (
             ("num_largest", 0),
@@ -71,7 +81,7 @@ class HessianEigenpairs:
                     saved.save(state)
 
             found = eigenpairs(
-                lambda v: context.objective.hessian_product(context.params, v),
+                context.product(self.matrix),
                 start,
                 num_largest=self.num_largest,
                 num_smallest=self.num_smallest,
@@ -85,9 +95,16 @@ class HessianEigenpairs:
                 on_step=on_step,
                 state=state,
             )
-        return self._result(context, found)
+        cosines = self._cosines(context, found)
+        return self._result(context, found, cosines)
 
-    def _result(self, context, found) -> MeasurementResult:
+    def _cosines(self, context, found) -> np.ndarray:
+        gradient = context.gradient()
+        length = float(trees.norm(gradient)) or 1.0
+        inners = [float(trees.inner(gradient, y)) for y in found.eigenvectors]
+        return np.asarray(inners) / length
+
+    def _result(self, context, found, cosines) -> MeasurementResult:
         numbers = {}
         counters = {"largest": itertools.count(1), "smallest": itertools.count(1)}
         for i, end in enumerate(found.ends):
@@ -99,6 +116,11 @@ class HessianEigenpairs:
                 converged=bool(found.converged[i]),
                 count=found.num_steps,
             )
+        for end in ("largest", "smallest"):
+            of_end = [c for c, e in zip(cosines, found.ends, strict=True) if e == end]
+            if of_end:
+                overlap = float(np.sum(np.square(of_end)))
+                numbers[f"gradient_in_{end}"] = Number(overlap, "1")
         numbers["orthogonality"] = Number(found.orthogonality, "1")
         numbers["num_products"] = Number(float(found.num_products), "1")
         missing = [name for name, number in numbers.items() if not number.converged]
@@ -122,8 +144,38 @@ class HessianEigenpairs:
                 "eigenvalues": found.eigenvalues,
                 "residuals": found.residuals,
                 "history": found.history,
+                "gradient_cosines": cosines,
             },
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianEigenpairs(Eigenpairs):
+    """Eigenvalues at both ends of the Hessian's spectrum, each with its true residual."""
+
+    matrix: ClassVar[str] = "hessian"
+
+    name: str = "hessian_eigenpairs"
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussNewtonEigenpairs(Eigenpairs):
+    """The largest eigenvalues of the Gauss-Newton matrix; its smallest are near zero."""
+
+    matrix: ClassVar[str] = "gauss_newton"
+
+    name: str = "gauss_newton_eigenpairs"
+    num_smallest: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FisherEigenpairs(Eigenpairs):
+    """The largest eigenvalues of the Fisher matrix, labels in expectation."""
+
+    matrix: ClassVar[str] = "fisher"
+
+    name: str = "fisher_eigenpairs"
+    num_smallest: int = 0
 
 
 def _extremes(state) -> str:

@@ -1,6 +1,7 @@
-"""The trace of the Hessian by Hutchinson's estimator, with its standard error."""
+"""The trace of a matrix by Hutchinson's estimator, with its standard error."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 
@@ -11,8 +12,8 @@ from t5x_fwdloss.curvature import hutchinson_trace, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class HessianTrace:
-    """The sum of all eigenvalues of the Hessian.
+class Trace:
+    """What the measurements of a trace share; `matrix` says of which.
 
     Attributes:
         name: name in the results.
@@ -24,7 +25,9 @@ class HessianTrace:
         confidence: level of the confidence interval.
     """
 
-    name: str = "hessian_trace"
+    matrix: ClassVar[str]
+
+    name: str
     num_probes: int = 32
     block_size: int = 4
     kind: str = "rademacher"
@@ -37,7 +40,7 @@ class HessianTrace:
         Raises:
             ValueError: one of them is out of range.
         """
-        del context
+        context.objective.check_matrix(self.matrix)
         title = type(self).__name__
         check_at_least(title, "num_probes", self.num_probes, 2)
         check_at_least(title, "block_size", self.block_size, 1)
@@ -67,7 +70,7 @@ class HessianTrace:
                     files.write_json(path, taken)
 
             found = hutchinson_trace(
-                self._matvec(context),
+                context.product(self.matrix, self.block_size),
                 context.params,
                 context.key(f"{self.name}/probes"),
                 num_probes=self.num_probes,
@@ -103,8 +106,47 @@ class HessianTrace:
         }
         return result(self, numbers, arrays={"samples": found.samples})
 
-    def _matvec(self, context):
-        objective, params = context.objective, context.params
-        if self.block_size == 1:
-            return lambda v: objective.hessian_product(params, v)
-        return lambda vs: objective.hessian_products(params, vs)
+
+@dataclasses.dataclass(frozen=True)
+class HessianTrace(Trace):
+    """The sum of all eigenvalues of the Hessian."""
+
+    matrix: ClassVar[str] = "hessian"
+
+    name: str = "hessian_trace"
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussNewtonTrace(Trace):
+    """The trace of the Gauss-Newton matrix."""
+
+    matrix: ClassVar[str] = "gauss_newton"
+
+    name: str = "gauss_newton_trace"
+
+
+@dataclasses.dataclass(frozen=True)
+class FisherTrace(Trace):
+    """The trace of the Fisher matrix, labels in expectation."""
+
+    matrix: ClassVar[str] = "fisher"
+
+    name: str = "fisher_trace"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledFisherTrace(Trace):
+    """The trace of the Fisher matrix at one drawn label a token."""
+
+    matrix: ClassVar[str] = "sampled_fisher"
+
+    name: str = "sampled_fisher_trace"
+
+
+@dataclasses.dataclass(frozen=True)
+class EmpiricalFisherTrace(Trace):
+    """The trace of the second moment of the tokens' gradients at the data's labels."""
+
+    matrix: ClassVar[str] = "empirical_fisher"
+
+    name: str = "empirical_fisher_trace"

@@ -1,0 +1,87 @@
+r"""What the objective's curvature needs of the loss as a function of the logits.
+
+Everything is summed over tokens with their weights $w$; the normalizer is not here.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_fwdloss import losses
+
+Batch = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLoss:
+    r"""The loss $\ell(z)$ of a token's logits, by T5X's settings.
+
+    Attributes:
+        label_smoothing: mass moved off the label, in [0, 1).
+        z_loss: coefficient of $(\log Z)^2$.
+        loss_normalizing_factor: T5X's factor, of which the weights depend.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_normalizing_factor: Any = None
+
+    @classmethod
+    def of_model(cls, model: Any) -> "TokenLoss":
+        """The settings of a model that has `LossMixin`."""
+        return cls(
+            float(getattr(model, "_label_smoothing", 0.0)),
+            float(getattr(model, "_z_loss", 0.0)),
+            getattr(model, "_loss_normalizing_factor", None),
+        )
+
+    def hessian(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:
+        r"""The product $w \nabla^2 \ell\, u$, closed form, smoothing and z-loss in it."""
+        product = losses.logit_hessian_product(
+            logits,
+            batch["decoder_target_tokens"],
+            tangent,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+        )
+        return product * self._weights(logits, batch)
+
+    def fisher(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:
+        r"""The product $w (\mathrm{diag}\, p - p p^T) u$: labels drawn from the model."""
+        # Zero is a label in any vocabulary; without smoothing it does not matter which.
+        labels = jnp.zeros(logits.shape[:-1], jnp.int32)
+        product = losses.logit_hessian_product(logits, labels, tangent)
+        return product * self._weights(logits, batch)
+
+    def gradient(self, logits: jax.Array, batch: Batch) -> jax.Array:
+        r"""The gradients $\sqrt w\, \nabla \ell$ at the labels of the data."""
+
+        def total(z):
+            loss, _ = losses.token_cross_entropy(
+                z,
+                batch["decoder_target_tokens"],
+                label_smoothing=self.label_smoothing,
+                z_loss=self.z_loss,
+            )
+            return jnp.sum(loss)
+
+        return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
+
+    def sampled_gradient(
+        self, key: jax.Array, logits: jax.Array, batch: Batch
+    ) -> jax.Array:
+        r"""The gradients $\sqrt w (p - e_y)$ at labels $y$ drawn from the model."""
+        labels = jax.random.categorical(key, logits)
+        total = lambda z: jnp.sum(losses.token_cross_entropy(z, labels)[0])
+        return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
+
+    def _weights(self, logits: jax.Array, batch: Batch) -> jax.Array:
+        _, weights = losses.get_loss_normalizing_factor_and_weights(
+            self.loss_normalizing_factor, batch
+        )
+        if weights is None:
+            return jnp.ones((*logits.shape[:-1], 1), logits.dtype)
+        return jnp.asarray(weights)[..., None]
