@@ -40,6 +40,11 @@ class Head:
     tied: bool
     scale: float
 
+    @property
+    def vocab_size(self) -> int:
+        """The number of classes."""
+        return self.kernel.shape[0 if self.tied else 1]
+
 
 def capture_head(compute_logits: Callable[[], jax.Array]) -> Head:
     """The hidden states and the head of one forward pass.

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_fwdloss import losses
+from t5x_fwdloss.head_capture import capture_head
+from t5x_fwdloss.predicted_classes import PredictedClasses, refusing_arrays
 
 Batch = Mapping[str, Any]
 
@@ -21,7 +23,9 @@ class LossMixin:
 
     The value is T5X's: the weighted cross entropy with label smoothing and z-loss,
     divided by the loss normalizing factor; `loss_impl` chooses which derivatives it
-    has (see `t5x_fwdloss.losses.IMPLEMENTATIONS`).
+    has (see `t5x_fwdloss.losses.IMPLEMENTATIONS`). With a `loss_chunk_length` the head
+    and the loss are computed together, that many target positions at a time, and the
+    logits of a whole batch are never in memory.
     """
 
     _loss_impl: str
@@ -46,17 +50,18 @@ class LossMixin:
         factor, weights = losses.get_loss_normalizing_factor_and_weights(
             self._loss_normalizing_factor, batch
         )
-        targets = batch["decoder_target_tokens"]
-        logits = self._compute_logits(params, batch, dropout_rng)
-        loss, z_loss, _ = self._cross_entropy(logits, targets, weights, factor)
-        metrics = self._compute_metrics(
-            logits=logits,
-            targets=targets,
-            mask=weights,
-            loss=loss,
-            z_loss=z_loss,
-            segment_ids=segment_ids_for_metrics(batch),
+        loss, z_loss, logits = self._weighted_loss(
+            params, batch, dropout_rng, weights, factor
         )
+        with refusing_arrays():
+            metrics = self._compute_metrics(
+                logits=logits,
+                targets=batch["decoder_target_tokens"],
+                mask=weights,
+                loss=loss,
+                z_loss=z_loss,
+                segment_ids=segment_ids_for_metrics(batch),
+            )
         return loss, metrics
 
     def loss_sum(self, params, batch: Batch, dropout_rng: jax.Array | None = None):
@@ -73,9 +78,7 @@ class LossMixin:
         factor, weights = losses.get_loss_normalizing_factor_and_weights(
             self._loss_normalizing_factor, batch
         )
-        targets = batch["decoder_target_tokens"]
-        logits = self._compute_logits(params, batch, dropout_rng)
-        numerator, _, _ = self._cross_entropy(logits, targets, weights, None)
+        numerator, _, _ = self._weighted_loss(params, batch, dropout_rng, weights, None)
         return numerator, jnp.asarray(1.0 if factor is None else factor, jnp.float32)
 
     def score_batch(self, params, batch: Batch, return_intermediates: bool = False):
@@ -85,20 +88,16 @@ class LossMixin:
             `[batch]` scores, the weighted sum of the tokens' log probabilities; with
             `return_intermediates` also the network's sown values, as T5X returns them.
         """
-        weights = batch["decoder_loss_weights"]
-        targets = batch["decoder_target_tokens"]
-        if return_intermediates:
-            logits, variables = self._compute_logits(
-                params=params, batch=batch, mutable=["intermediates"]
-            )
-        else:
-            logits, variables = self._compute_logits(params=params, batch=batch), {}
+        if not return_intermediates:
+            return -self._token_cross_entropy(params, batch).sum(-1)
+        # Who asks for the network's intermediate values gets its logits too.
+        logits, variables = self._compute_logits(
+            params=params, batch=batch, mutable=["intermediates"]
+        )
+        targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
         token_scores = -losses.weighted_token_cross_entropy(
             logits, targets, weights, impl=self._loss_impl
         )
-        scores = token_scores.sum(-1)
-        if not return_intermediates:
-            return scores
         intermediates = _unfreeze(variables.get("intermediates", {}))
         # Singleton tuples, because sown values are tuples of all their occurrences.
         intermediates.setdefault("decoder", {}).update(
@@ -106,17 +105,55 @@ class LossMixin:
             loss_weights=(weights,),
             token_scores=(token_scores,),
         )
-        return scores, intermediates
+        return token_scores.sum(-1), intermediates
 
-    def _cross_entropy(self, logits, targets, weights, factor):
-        return losses.compute_weighted_cross_entropy(
-            logits,
+    def _weighted_loss(self, params, batch, dropout_rng, weights, factor):
+        """Loss, z-loss, and the logits or what stands for them in the metrics."""
+        targets = batch["decoder_target_tokens"]
+        settings = {
+            "weights": weights,
+            "label_smoothing": self._label_smoothing,
+            "z_loss": self._z_loss,
+            "loss_normalizing_factor": factor,
+            "impl": self._loss_impl,
+        }
+        if self._loss_chunk_length is None:
+            logits = self._compute_logits(params, batch, dropout_rng)
+            loss, z_loss, _ = losses.compute_weighted_cross_entropy(
+                logits, targets, **settings
+            )
+            return loss, z_loss, logits
+        head = capture_head(lambda: self._compute_logits(params, batch, dropout_rng))
+        chunked = losses.chunked_weighted_cross_entropy(
+            head.hidden,
+            head.kernel,
             targets,
-            weights=weights,
-            label_smoothing=self._label_smoothing,
-            z_loss=self._z_loss,
-            loss_normalizing_factor=factor,
+            **settings,
+            chunk_length=self._loss_chunk_length,
+            tied=head.tied,
+            scale=head.scale,
+        )
+        classes = PredictedClasses(chunked.predictions, head.vocab_size)
+        return chunked.loss, chunked.z_loss, classes
+
+    def _token_cross_entropy(self, params, batch):
+        """Weighted cross entropy of each token, without z-loss or smoothing."""
+        targets, weights = batch["decoder_target_tokens"], batch["decoder_loss_weights"]
+        if self._loss_chunk_length is None:
+            logits = self._compute_logits(params=params, batch=batch)
+            return losses.weighted_token_cross_entropy(
+                logits, targets, weights, impl=self._loss_impl
+            )
+        head = capture_head(lambda: self._compute_logits(params=params, batch=batch))
+        return losses.chunked_weighted_token_cross_entropy(
+            head.hidden,
+            head.kernel,
+            targets,
+            weights,
+            chunk_length=self._loss_chunk_length,
             impl=self._loss_impl,
+            tied=head.tied,
+            scale=head.scale,
         )
 
 

@@ -149,6 +149,69 @@ def test_scores_come_with_what_the_network_sowed(params):
     assert sown["hidden"][0].shape == (BATCH, LENGTH, EMBED)
 
 
+CHUNKED = [
+    *((impl, None, 2) for impl in losses.IMPLEMENTATIONS),
+    *(("custom_jvp", factor, 2) for factor in FACTORS[1:]),
+    *(("custom_jvp", None, chunk_length) for chunk_length in (1, LENGTH, 9)),
+]
+
+
+@pytest.mark.parametrize(("impl", "factor", "chunk_length"), CHUNKED)
+def test_the_chunked_loss_has_value_metrics_and_gradient_of_the_whole(
+    params, impl, factor, chunk_length
+):
+    batch = _batch()
+    results = [
+        jax.jit(jax.value_and_grad(model.loss_fn, has_aux=True))(params, batch, None)
+        for model in (Model(impl, factor), Model(impl, factor, chunk_length))
+    ]
+    _close(*results)
+
+
+@pytest.mark.parametrize("impl", FORWARD)
+def test_every_order_of_derivatives_agrees_with_the_whole_when_chunked(params, impl):
+    batch, tangent = _batch(), jax.tree.map(jnp.sin, params)
+
+    def derivatives(model):
+        loss = lambda p: model.loss_fn(p, batch, None)[0]
+        score = lambda p: jnp.sum(model.score_batch(p, batch) ** 2)
+        gradient_product = lambda p: jax.tree.reduce(
+            jnp.add,
+            jax.tree.map(lambda g, v: jnp.sum(g * v), jax.grad(loss)(p), tangent),
+        )
+
+        def all_of_them(p):
+            return {
+                "jvp": jax.jvp(loss, (p,), (tangent,)),
+                "jvp(grad)": jax.jvp(jax.grad(loss), (p,), (tangent,)),
+                "grad(jvp)": jax.grad(lambda q: jax.jvp(loss, (q,), (tangent,))[1])(p),
+                "grad(grad)": jax.grad(gradient_product)(p),
+                "score": jax.jvp(score, (p,), (tangent,)),
+                "grad of score": jax.grad(score)(p),
+            }
+
+        return jax.jit(all_of_them)(params)
+
+    chunked = derivatives(Model(impl, chunk_length=2))
+    _close(chunked, derivatives(Model(impl)))
+    _close(chunked["grad(jvp)"], chunked["jvp(grad)"][1])
+    _close(chunked["grad(grad)"], chunked["jvp(grad)"][1])
+
+
+def test_metrics_that_read_logits_are_refused_when_chunked(params):
+    class Entropy(Model):
+        def _compute_metrics(self, logits, **_):
+            return {"entropy": jnp.sum(jnp.exp(logits))}
+
+    class Largest(Model):
+        def _compute_metrics(self, logits, **_):
+            return {"largest": logits.max()}
+
+    for model, asked in ((Entropy, "the array itself"), (Largest, "'max'")):
+        with pytest.raises(TypeError, match=f"argmax.*only.*asks for {asked}"):
+            model(chunk_length=2).loss_fn(params, _batch(), None)
+
+
 def test_segment_ids_are_the_packed_ones_or_else_the_padding():
     packed = {"decoder_segment_ids": np.ones((1, 2)), "decoder_target_tokens": 0}
     assert list(segment_ids_for_metrics(packed)) == ["decoder"]

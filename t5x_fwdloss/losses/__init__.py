@@ -1,5 +1,10 @@
 """Cross entropy for T5X models: arrays in, arrays out; no T5X, no gin, no model."""
 
+from t5x_fwdloss.losses.chunked import (
+    ChunkedLoss,
+    chunked_weighted_cross_entropy,
+    chunked_weighted_token_cross_entropy,
+)
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
 from t5x_fwdloss.losses.implementations import (
     IMPLEMENTATIONS,
@@ -13,7 +18,10 @@ from t5x_fwdloss.losses.weighting import get_loss_normalizing_factor_and_weights
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "ChunkedLoss",
     "check_loss_settings",
+    "chunked_weighted_cross_entropy",
+    "chunked_weighted_token_cross_entropy",
     "compute_weighted_cross_entropy",
     "cross_entropy_with_logits",
     "get_loss_normalizing_factor_and_weights",

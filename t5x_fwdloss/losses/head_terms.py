@@ -1,0 +1,237 @@
+r"""Head and cross entropy of each token, length chunk by length chunk.
+
+Notation as in `custom_jvp.py`, with hidden states $h$ `[batch, length, embed]`, head
+$W$, and logits $z = s\,h W$ of which only one chunk, `[batch, chunk, vocab]`, is ever in
+memory. The tangent of a token's terms and its transpose are
+
+$$ \dot z = s(\dot h W + h \dot W), \quad \dot\ell = \langle p, \dot z\rangle, \quad
+   \dot C = S\dot\ell - \langle t, \dot z\rangle; \qquad
+   \bar z = (S \bar C + \bar\ell)\, p - \bar C\, t, \quad
+   \bar h = s\,\bar z W^T, \quad \bar W = \textstyle\sum s\, h^T \bar z, $$
+
+each a loop over chunks that makes the logits again. $\bar W$ is summed in float32.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from t5x_fwdloss.losses.custom_jvp import against_targets, token_terms
+from t5x_fwdloss.losses.linear_pair import LinearPair
+from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
+from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+    """What is not an array.
+
+    Attributes:
+        chunk_length: positions per chunk; divides the length.
+        label_smoothing: as in `token_cross_entropy`.
+        tied: whether the head is an embedding, `[vocab, embed]`.
+        scale: factor of the logits.
+        precision: of all matrix products, as jax.default_matmul_precision.
+    """
+
+    chunk_length: int
+    label_smoothing: float
+    tied: bool
+    scale: float
+    precision: str | None
+
+
+def head_terms(
+    hidden: Float[Array, "batch length embed"],
+    head: Float[Array, "..."],
+    labels: Int[Array, "batch length"],
+    settings: HeadSettings,
+) -> list[Array]:
+    r"""$C$, $\ell$, $m$, the mass $S$ and the predicted class of each token.
+
+    `[batch, length]` each, in float32 at least; the class is int32.
+    """
+    return _head_terms(hidden, head, labels, settings)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _head_terms(hidden, head, labels, settings):
+    def chunk(_, part):
+        hidden, labels = part
+        logits = head_logits(hidden, head, settings)
+        terms = token_terms(logits, labels, settings.label_smoothing)
+        return None, (*terms, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+    return list(_over_chunks(chunk, None, (hidden, labels), settings)[1])
+
+
+@_head_terms.defjvp
+def _head_terms_jvp(settings, primals, tangents):
+    hidden, head, labels = primals
+    hidden_dot, head_dot, _ = tangents
+    terms = _head_terms(hidden, head, labels, settings)
+    _, log_sum, shift, mass, classes = terms
+    cross_entropy_dot, log_sum_dot = _TANGENT(
+        (hidden, head, log_sum, shift, mass, labels),
+        (hidden_dot, head_dot),
+        settings=settings,
+    )
+    zero = jnp.zeros_like(shift)
+    no_tangent = jax.custom_derivatives.zero_from_primal(classes)
+    return terms, [cross_entropy_dot, log_sum_dot, zero, zero, no_tangent]
+
+
+def _tangent(residuals, linear, *, settings):
+    """C_dot and l_dot from h_dot and W_dot."""
+    hidden, head, log_sum, shift, mass, labels = residuals
+    hidden_dot, head_dot = linear
+
+    def chunk(_, part):
+        hidden, hidden_dot, log_sum, shift, mass, labels = part
+        logits = head_logits(hidden, head, settings)
+        logits_dot = head_logits(hidden_dot, head, settings)
+        logits_dot += head_logits(hidden, head_dot, settings)
+        probs = probabilities(logits, shift, log_sum)
+        log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
+        against = against_targets(logits_dot, logits, labels, settings.label_smoothing)
+        return None, (mass * log_sum_dot - against, log_sum_dot)
+
+    parts = (hidden, hidden_dot, log_sum, shift, mass, labels)
+    return _over_chunks(chunk, None, parts, settings)[1]
+
+
+def _cotangent(residuals, linear, *, settings):
+    """h_bar and W_bar from C_bar and l_bar: the transpose of `_tangent`."""
+    hidden, head, log_sum, shift, mass, labels = residuals
+
+    def chunk(head_bar, part):
+        hidden, log_sum, shift, mass, labels, cross_entropy_bar, log_sum_bar = part
+        logits = head_logits(hidden, head, settings)
+        probs = probabilities(logits, shift, log_sum)
+        on_probs = mass * cross_entropy_bar + log_sum_bar
+        logits_bar = on_probs[..., None] * probs - cross_entropy_bar[
+            ..., None
+        ] * _target_rows(logits, labels, settings.label_smoothing)
+        hidden_bar = _hidden_bar(logits_bar, head, settings)
+        head_bar = _add_head_bar(head_bar, hidden, logits_bar, settings)
+        return head_bar, hidden_bar.astype(hidden.dtype)
+
+    parts = (hidden, log_sum, shift, mass, labels, *linear)
+    zeros = jnp.zeros(head.shape, accumulation_dtype(head.dtype))
+    head_bar, hidden_bar = _over_chunks(chunk, zeros, parts, settings)
+    return [hidden_bar, head_bar.astype(head.dtype)]
+
+
+_TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)
+
+
+def _over_chunks(chunk, carry, parts, settings):
+    """A scan of `chunk(carry, part)` over length chunks `[batch, chunk_length, ...]`.
+
+    Chunks are sliced from, and results written into, `[batch, length, ...]` in place,
+    so that no transposed copy of the hidden states is made. The body is rematerialized:
+    a derivative by JAX makes each chunk's logits again.
+    """
+    size = settings.chunk_length
+    num_chunks = parts[0].shape[1] // size
+
+    def take(index):
+        return [jax.lax.dynamic_slice_in_dim(p, index * size, size, 1) for p in parts]
+
+    remat = jax.checkpoint(chunk)
+    shapes = jax.eval_shape(lambda: chunk(carry, take(0))[1])
+    whole = jax.tree.map(
+        lambda s: jnp.zeros((s.shape[0], size * num_chunks, *s.shape[2:]), s.dtype),
+        shapes,
+    )
+
+    def body(state, index):
+        carry, whole = state
+        carry, results = remat(carry, take(index))
+        whole = jax.tree.map(
+            lambda w, r: jax.lax.dynamic_update_slice_in_dim(w, r, index * size, 1),
+            whole,
+            results,
+        )
+        return (carry, whole), None
+
+    return jax.lax.scan(body, (carry, whole), jnp.arange(num_chunks))[0]
+
+
+def _contract(left, right, axes, settings):
+    # Both operands in the wider dtype; products of bfloat16 are summed in float32.
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    return jax.lax.dot_general(
+        left.astype(dtype),
+        right.astype(dtype),
+        (axes, ((), ())),
+        precision=settings.precision,
+        preferred_element_type=accumulation_dtype(dtype),
+    )
+
+
+def _scaled(hidden, settings):
+    if settings.scale == 1.0:
+        return hidden
+    return hidden.astype(accumulation_dtype(hidden.dtype)) * settings.scale
+
+
+def head_logits(hidden, head, settings):
+    """The logits of a chunk, `[batch, chunk, vocab]`."""
+    axes = ((2,), (1 if settings.tied else 0,))
+    return _contract(_scaled(hidden, settings), head, axes, settings)
+
+
+def _hidden_bar(logits_bar, head, settings):
+    axes = ((2,), (0 if settings.tied else 1,))
+    return _scaled(_contract(logits_bar, head, axes, settings), settings)
+
+
+def _add_head_bar(head_bar, hidden, logits_bar, settings):
+    """`head_bar` plus the chunk's part."""
+    hidden = _scaled(hidden, settings)
+
+    def product(hidden):
+        pair = (logits_bar, hidden) if settings.tied else (hidden, logits_bar)
+        return _contract(*pair, ((0, 1), (0, 1)), settings).astype(head_bar.dtype)
+
+    def at_once(head_bar, hidden):
+        return head_bar + product(hidden)
+
+    def by_slices(head_bar, hidden):
+        axis = 1 if settings.tied else 0
+        embed = hidden.shape[2]
+        num_slices = _num_slices(embed, hidden.shape[0] * hidden.shape[1])
+        width = embed // num_slices
+
+        def add(i, head_bar):
+            part = product(jax.lax.dynamic_slice_in_dim(hidden, i * width, width, 2))
+            old = jax.lax.dynamic_slice_in_dim(head_bar, i * width, width, axis)
+            return jax.lax.dynamic_update_slice_in_dim(
+                head_bar, old + part, i * width, axis
+            )
+
+        return jax.lax.fori_loop(0, num_slices, add, head_bar)
+
+    # An accelerator's product adds into its result. The CPU's makes a new array first:
+    # as large as the head, unless it is made in slices.
+    return jax.lax.platform_dependent(head_bar, hidden, cpu=by_slices, default=at_once)
+
+
+def _num_slices(embed, rows):
+    """The fewest equal slices of the head that are no wider than a chunk has tokens."""
+    least = math.ceil(embed / rows)
+    return next(n for n in range(least, embed + 1) if embed % n == 0)
+
+
+def _target_rows(logits, labels, label_smoothing):
+    on_value, off_value = on_and_off_values(label_smoothing, logits.shape[-1])
+    on = jnp.asarray(on_value, logits.dtype)
+    off = jnp.asarray(off_value, logits.dtype)
+    if off_value:
+        off = jnp.where(logits > -jnp.inf, off, jnp.zeros_like(off))
+    return jnp.where(label_mask(labels, logits.shape[-1]), on, off)
