@@ -13,6 +13,7 @@ third order pass through the rule again, and is linear in the tangents, so jax t
 it: $\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in float32 at least.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,7 @@ from t5x_fwdloss.losses.log_normalizer import (
     shifted_log_sum,
 )
 from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
+from t5x_fwdloss.losses.token_map import token_map
 
 
 def token_cross_entropy(
@@ -96,34 +98,70 @@ def against_targets(values, logits, labels, label_smoothing):
     return jnp.sum(jnp.where(on_label, on_value * values, rest), axis=-1)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@dataclasses.dataclass(frozen=True)
+class _Terms:
+    """(C, l, m, S) of each token, a map over tokens."""
+
+    label_smoothing: float
+
+    def __call__(self, residuals, linear):
+        logits, labels = residuals
+        del linear
+        logits = logits.astype(accumulation_dtype(logits.dtype))
+        shift, log_sum = shifted_log_sum(logits)
+        against = functools.partial(
+            against_targets,
+            logits=logits,
+            labels=labels,
+            label_smoothing=self.label_smoothing,
+        )
+        mass = against(jnp.ones_like(logits))
+        cross_entropy = mass * log_sum - against(logits - shift[..., None])
+        return [cross_entropy, log_sum, shift, mass]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tangents:
+    """(C_dot, l_dot) of each token, a map over tokens that is linear in z_dot."""
+
+    label_smoothing: float
+
+    def __call__(self, residuals, linear):
+        logits, labels, log_sum, shift, mass = residuals
+        (logits_dot,) = linear
+        logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
+        probs = probabilities(logits, shift, log_sum)
+        log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
+        against = against_targets(logits_dot, logits, labels, self.label_smoothing)
+        return [mass * log_sum_dot - against, log_sum_dot]
+
+
 def token_terms(logits, labels, label_smoothing):
-    """(C, l, m, S) of each token."""
-    logits = logits.astype(accumulation_dtype(logits.dtype))
-    shift, log_sum = shifted_log_sum(logits)
-    against = functools.partial(
-        against_targets, logits=logits, labels=labels, label_smoothing=label_smoothing
+    """(C, l, m, S) of each token; of any number of leading axes."""
+    vocab_size = logits.shape[-1]
+    terms = _token_terms(
+        logits.reshape(-1, vocab_size), labels.reshape(-1), label_smoothing
     )
-    mass = against(jnp.ones_like(logits))
-    cross_entropy = mass * log_sum - against(logits - shift[..., None])
-    return cross_entropy, log_sum, shift, mass
+    return [term.reshape(labels.shape) for term in terms]
 
 
-@token_terms.defjvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _token_terms(logits, labels, label_smoothing):
+    return token_map(_Terms(label_smoothing), [logits, labels])
+
+
+@_token_terms.defjvp
 def _token_terms_jvp(label_smoothing, primals, tangents):
     # C_dot = S <p, z_dot> - <t, z_dot>.  Labels are integers: their tangent is float0.
     logits, labels = primals
     logits_dot, _ = tangents
-    terms = token_terms(logits, labels, label_smoothing)
+    terms = _token_terms(logits, labels, label_smoothing)
     _, log_sum, shift, mass = terms
-    logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
-    probs = probabilities(logits, shift, log_sum)
-    log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
-    cross_entropy_dot = mass * log_sum_dot - against_targets(
-        logits_dot, logits, labels, label_smoothing
+    cross_entropy_dot, log_sum_dot = token_map(
+        _Tangents(label_smoothing), [logits, labels, log_sum, shift, mass], [logits_dot]
     )
     zero = jnp.zeros_like(shift)
-    return terms, (cross_entropy_dot, log_sum_dot, zero, zero)
+    return terms, [cross_entropy_dot, log_sum_dot, zero, zero]
 
 
 @jax.custom_jvp
