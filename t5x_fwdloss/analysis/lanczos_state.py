@@ -1,24 +1,22 @@
 """A Lanczos run on disk: blocks of its basis by orbax, the rest as one JSON file.
 
-A block of vectors that is full never changes again until a restart: it is written once.
-The JSON file is replaced last and names the blocks it belongs to, so a kill at any
-moment leaves the state before or the state after. Numbers in it are float64, written so
-that they read back the same.
+A block of vectors that is full does not change again within one generation (until a
+restart, or the next probe): it is written once. The JSON file is replaced last and names
+the blocks it belongs to, so a kill at any moment leaves the state before or the state
+after. Numbers in it are float64, written so that they read back the same.
 """
 
-import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from absl import logging
 from etils import epath
 
-from t5x_fwdloss.analysis import agreement, files
-from t5x_fwdloss.curvature import EigenpairsState
+from t5x_fwdloss.analysis import agreement, files, vector_store
 from t5x_fwdloss.curvature.probes import stacked_sharding
+
+State = TypeVar("State")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +35,28 @@ class LanczosState:
     def _index(self) -> epath.Path:
         return self.path / "state.json"
 
-    def save(self, state: EigenpairsState) -> None:
-        """Save the state; called by every process."""
-        names = self._save_blocks(state)
+    def save(self, state: Any, generation: int) -> None:
+        """Save the state; called by every process.
+
+        Args:
+            state: a state of the curvature engine: `arrays()` and `metadata()`.
+            generation: changes whenever full blocks do.
+        """
+        arrays, metadata = state.arrays(), state.metadata()
+        names = self._save_blocks(arrays.pop("blocks"), metadata["space"], generation)
         if self.is_primary:
-            arrays = state.arrays()
-            document = {
-                "metadata": state.metadata(),
-                "projected": arrays["projected"],
-                "history": arrays["history"],
-                "blocks": names,
-            }
+            document = {"metadata": metadata, "arrays": arrays, "blocks": names}
             files.write_json(self._index, document)
             self._remove_blocks_but(names)
         agreement.wait("lanczos state saved")
 
-    def restore(self, like: Any) -> EigenpairsState | None:
-        """The saved state, with vectors laid out like `like`; None if there is none."""
+    def restore(self, like: Any, state_class: type[State]) -> State | None:
+        """The saved state, with vectors laid out like `like`; None if there is none.
+
+        Args:
+            like: a vector.
+            state_class: the class of the state, with `from_saved`.
+        """
         found = None
         if self.is_primary and self._index.exists():
             found = files.read_json(self._index)
@@ -64,61 +67,32 @@ class LanczosState:
             self._remove_blocks_but(found["blocks"])
         agreement.wait("lanczos state read")
         metadata = found["metadata"]
-        arrays = {
-            "blocks": [
-                self._restore_block(name, like, metadata["space"]["rows_per_block"])
-                for name in found["blocks"]
-            ],
-            "projected": np.asarray(found["projected"], np.float64),
-            "history": np.asarray(
-                [[np.nan if x is None else x for x in row] for row in found["history"]]
+        rows = metadata["space"]["rows_per_block"]
+        stacked = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (rows, *x.shape), x.dtype, sharding=stacked_sharding(x.sharding)
             ),
-        }
-        return EigenpairsState.from_saved(like, arrays, metadata)
+            like,
+        )
+        # A null in JSON is a NaN, and becomes one again as a float.
+        arrays = {k: np.asarray(x, np.float64) for k, x in found["arrays"].items()}
+        blocks = [
+            vector_store.restore(self.path / name, stacked) for name in found["blocks"]
+        ]
+        make: Any = state_class
+        return make.from_saved(like, arrays | {"blocks": blocks}, metadata)
+
+    def _save_blocks(self, blocks, space, generation) -> list[str]:
+        rows = space["rows_per_block"]
+        names = []
+        for number, block in enumerate(blocks):
+            filled = min(space["size"] - number * rows, rows)
+            names.append(f"block_{generation}_{number}_{filled}")
+            if not (self.path / names[-1]).exists():
+                vector_store.save(self.path / names[-1], block)
+        return names
 
     def _remove_blocks_but(self, names: list[str]) -> None:
         for old in self.path.glob("block_*"):
             if old.name not in names:
                 old.rmtree()
-
-    def _save_blocks(self, state: EigenpairsState) -> list[str]:
-        space = state.metadata()["space"]
-        rows = space["rows_per_block"]
-        names = []
-        with _checkpointer() as checkpointer:
-            for number, block in enumerate(state.arrays()["blocks"]):
-                filled = min(space["size"] - number * rows, rows)
-                name = f"block_{state.num_restarts}_{number}_{filled}"
-                names.append(name)
-                if not (self.path / name).exists():
-                    checkpointer.save(self.path / name, _numbered(block))
-                    checkpointer.wait_until_finished()
-        return names
-
-    def _restore_block(self, name: str, like: Any, rows: int) -> Any:
-        leaves, structure = jax.tree.flatten(like)
-        target = [
-            jax.ShapeDtypeStruct(
-                (rows, *x.shape), x.dtype, sharding=stacked_sharding(x.sharding)
-            )
-            for x in leaves
-        ]
-        with _checkpointer() as checkpointer:
-            found = checkpointer.restore(self.path / name, _numbered(target))
-        return jax.tree.unflatten(structure, [found[k] for k in sorted(found)])
-
-
-@contextlib.contextmanager
-def _checkpointer():
-    # Orbax logs thirty lines a save; between two lines of progress that is noise.
-    before = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            yield checkpointer
-    finally:
-        logging.set_verbosity(before)
-
-
-def _numbered(tree: Any) -> dict[str, Any]:
-    return {f"leaf_{i:05d}": leaf for i, leaf in enumerate(jax.tree.leaves(tree))}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 EXACT = "exact up to rounding"
+INSIDE = "a bound from inside the spectrum"
+WITHOUT_ERROR = (EXACT, INSIDE)
 RESIDUAL = "residual norm: an eigenvalue lies this near"
 STANDARD_ERROR = "standard error of the mean"
 
@@ -22,8 +24,8 @@ class Number:
     Attributes:
         value: the number.
         unit: its unit, '1' for a pure number.
-        error: half-width of its error bar; None where it is exact up to rounding.
-        error_kind: what the error means.
+        error: half-width of its error bar; None where there is none.
+        error_kind: what the error means, or why there is none.
         converged: whether the method reached what was asked of it.
         interval: confidence interval, where there is one.
         count: number of samples, steps or products behind it.
@@ -110,13 +112,13 @@ def result_from_json(
 
 def _number(found: dict[str, Any]) -> Number:
     interval = found["interval"]
-    # An error that is not a number is not a number that is exact.
-    exact = found["error"] is None and found["error_kind"] == EXACT
+    # An error that was not finite is still one, and not the absence of one.
+    none = found["error"] is None and found["error_kind"] in WITHOUT_ERROR
     return Number(
         **found
         | {
             "value": _nan_if_none(found["value"]),
-            "error": None if exact else _nan_if_none(found["error"]),
+            "error": None if none else _nan_if_none(found["error"]),
             "interval": None
             if interval is None
             else tuple(map(_nan_if_none, interval)),

@@ -154,6 +154,24 @@ class Objective:
         objective.model = model
         return objective
 
+    def with_model(self, model: Any) -> "Objective":
+        """The same batches under another model, such as the same with another loss."""
+        return Objective.from_model(
+            model,
+            self.batches,
+            dropout_seed=self.dropout_seed,
+            precision=self.precision,
+        )
+
+    def compiled(self, function: Callable[..., Any], params: PyTree, *more: Any) -> Any:
+        """`function(params, batch, key, *more)` compiled for the first batch.
+
+        At this objective's matmul precision; for measuring memory and time.
+        """
+        with jax.default_matmul_precision(self.precision):
+            args = (params, self.batches[0], self._keys[0], *more)
+            return jax.jit(function).lower(*args).compile()
+
     @property
     def W(self) -> float:
         """The total normalizer."""

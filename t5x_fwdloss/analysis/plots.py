@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from t5x_fwdloss.analysis import figures
 from t5x_fwdloss.analysis.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.numbers import MeasurementResult
+from t5x_fwdloss.analysis.whole_spectrum_plots import density, group_traces
 
 Plot = Callable[[MeasurementResult], Figure | None]
 
@@ -168,6 +169,19 @@ PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
         (
             "Convergence: the wanted pairs after every product.",
             convergence,
+        ),
+    ),
+    "SpectralDensity": (
+        (
+            "The density of the eigenvalues, smoothed; nodes and weights are in the "
+            ".npz file, for other widths and grids.",
+            density,
+        ),
+    ),
+    "GroupTraces": (
+        (
+            "The trace by group of parameters, with its confidence interval.",
+            group_traces,
         ),
     ),
     "Trace": (

@@ -125,9 +125,16 @@ def _section(result: MeasurementResult) -> str:
     settings = ", ".join(
         f"{k} = {v}" for k, v in result.settings.items() if k != "name"
     )
-    title = result.name.replace("_", " ").capitalize()
+    title = _title(result.name)
     return (
         f"<section><h2>{escaped(title)}</h2>{notes}{''.join(figures)}"
         f"{of_numbers(result.numbers)}<p class='small'>{escaped(result.kind)}: "
         f"{escaped(settings)}. {result.seconds:.1f} s.</p></section>"
     )
+
+
+def _title(name: str) -> str:
+    title = name.replace("_", " ").replace("gauss newton", "Gauss-Newton")
+    for word in ("hessian", "fisher"):
+        title = title.replace(word, word.capitalize())
+    return title[:1].upper() + title[1:]

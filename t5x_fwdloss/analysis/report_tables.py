@@ -3,7 +3,7 @@
 import html
 from typing import Any
 
-from t5x_fwdloss.analysis.numbers import EXACT, Number
+from t5x_fwdloss.analysis.numbers import Number
 from t5x_fwdloss.analysis.table import format_error, format_value
 
 
@@ -85,8 +85,9 @@ def _cell(number: Number | None) -> str:
 
 
 def _kind(number: Number) -> str:
-    kind = number.error_kind if number.error is not None else EXACT
-    return escaped(kind) + ("" if number.converged else " <b>not converged</b>")
+    return escaped(number.error_kind) + (
+        "" if number.converged else " <b>not converged</b>"
+    )
 
 
 def _unit(number: Number) -> str:

@@ -130,8 +130,8 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
 ):
     save = lanczos_state.LanczosState.save
 
-    def save_and_die(self, state):
-        save(self, state)
+    def save_and_die(self, state, generation):
+        save(self, state, generation)
         raise Killed
 
     for _ in range(2):  # at the first saved state, and at the second
@@ -176,8 +176,8 @@ import os, signal, sys
 from t5x_fwdloss.analysis import lanczos_state
 from tests.analysis import runs
 save = lanczos_state.LanczosState.save
-def save_and_die(self, state):
-    save(self, state)
+def save_and_die(self, state, generation):
+    save(self, state, generation)
     os.kill(os.getpid(), signal.SIGKILL)
 lanczos_state.LanczosState.save = save_and_die
 runs.run(sys.argv[1])

@@ -1,7 +1,19 @@
 """What can be measured: one dataclass of settings each, to be bound by gin."""
 
+from t5x_fwdloss.analysis.measurements.comparison import (
+    LossComparison as LossComparison,
+)
 from t5x_fwdloss.analysis.measurements.context import Context as Context
 from t5x_fwdloss.analysis.measurements.context import Measurement as Measurement
+from t5x_fwdloss.analysis.measurements.density import (
+    GaussNewtonSpectralDensity as GaussNewtonSpectralDensity,
+)
+from t5x_fwdloss.analysis.measurements.density import (
+    HessianSpectralDensity as HessianSpectralDensity,
+)
+from t5x_fwdloss.analysis.measurements.diagonal import (
+    HessianDiagonal as HessianDiagonal,
+)
 from t5x_fwdloss.analysis.measurements.directions import (
     DirectionalDerivatives as DirectionalDerivatives,
 )
@@ -13,6 +25,12 @@ from t5x_fwdloss.analysis.measurements.eigenpairs import (
 )
 from t5x_fwdloss.analysis.measurements.eigenpairs import (
     HessianEigenpairs as HessianEigenpairs,
+)
+from t5x_fwdloss.analysis.measurements.groups import (
+    GaussNewtonGroupTraces as GaussNewtonGroupTraces,
+)
+from t5x_fwdloss.analysis.measurements.groups import (
+    HessianGroupTraces as HessianGroupTraces,
 )
 from t5x_fwdloss.analysis.measurements.trace import (
     EmpiricalFisherTrace as EmpiricalFisherTrace,

@@ -14,7 +14,7 @@ import numpy as np
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.numbers import RESIDUAL, MeasurementResult, Number
-from t5x_fwdloss.curvature import eigenpairs, probes, trees
+from t5x_fwdloss.curvature import EigenpairsState, directions, eigenpairs, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Eigenpairs:
         key = context.key(f"{self.name}/start")
         start = probes.random_like(key, context.params, "normal")
         saved = LanczosState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(start)
+        state = saved.restore(start, EigenpairsState)
         done = 0 if state is None else state.space.num_products
         with context.progress(self.name, self.max_steps, done) as progress:
 
             def on_step(state):
                 progress.update(note=_extremes(state))
                 if state.space.num_products % self.save_every == 0:
-                    saved.save(state)
+                    saved.save(state, state.num_restarts)
 
             found = eigenpairs(
                 context.product(self.matrix),
@@ -99,10 +99,10 @@ class Eigenpairs:
         return self._result(context, found, cosines)
 
     def _cosines(self, context, found) -> np.ndarray:
-        gradient = context.gradient()
-        length = float(trees.norm(gradient)) or 1.0
-        inners = [float(trees.inner(gradient, y)) for y in found.eigenvectors]
-        return np.asarray(inners) / length
+        if float(trees.norm(context.gradient())) == 0.0:
+            return np.zeros(len(found.eigenvectors))
+        cosines, _ = directions.overlaps(context.gradient(), found.eigenvectors)
+        return cosines
 
     def _result(self, context, found, cosines) -> MeasurementResult:
         numbers = {}

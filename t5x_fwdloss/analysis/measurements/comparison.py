@@ -1,0 +1,175 @@
+r"""The losses beside each other, on this model, this checkpoint, these batches.
+
+The reference is `custom_vjp`, T5X's own rule. For each candidate: how far its value,
+gradient and directional derivative are from the reference's, what one value and gradient
+and one jvp of the first batch take in temporary memory, and how long in units of the
+reference's value and gradient (medians of interleaved runs). It answers which loss to
+train with.
+"""
+
+import copy
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from t5x_fwdloss import losses
+from t5x_fwdloss.analysis import forward_mode
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
+from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.products import directional_derivative
+
+REFERENCE = "custom_vjp"
+QUARTILES = "half the distance between the quartiles"
+
+
+@dataclasses.dataclass(frozen=True)
+class LossComparison:
+    """Every implementation of the loss against T5X's own.
+
+    Attributes:
+        name: name in the results.
+        implementations: names of `losses.IMPLEMENTATIONS`.
+        chunk_lengths: lengths of the chunked head to try, beside no chunks.
+        num_rounds: interleaved timings of each program; 0 for none.
+    """
+
+    name: str = "loss_comparison"
+    implementations: Sequence[str] = ("custom_vjp", "autodiff", "custom_jvp")
+    chunk_lengths: Sequence[int] = ()
+    num_rounds: int = 7
+
+    def validate(self, context: Context) -> None:
+        """Check the names and that there is a model whose loss can be exchanged.
+
+        Raises:
+            ValueError: an unknown implementation, a chunk length below one, or an
+                objective that was not made from a model.
+        """
+        check_at_least(type(self).__name__, "num_rounds", self.num_rounds, 0)
+        if context.objective.model is None:
+            raise ValueError(
+                "LossComparison needs a model whose loss can be exchanged: this "
+                "objective was not made by Objective.from_model."
+            )
+        for name in self.implementations:
+            losses.check_loss_settings(name, None, 0.0)
+        for length in self.chunk_lengths:
+            losses.check_loss_settings(REFERENCE, length, 0.0)
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Compare the candidates, one after the other; time them together."""
+        candidates = {
+            _label(name, length): _exchanged(context.objective, name, length)
+            for length in (None, *self.chunk_lengths)
+            for name in self.implementations
+        }
+        reference = _exchanged(context.objective, REFERENCE, None)
+        expected = reference.value(context.params), reference.gradient(context.params)
+        numbers: dict[str, Number] = {}
+        notes: list[str] = []
+        programs = {"reference": _value_and_gradient(reference, context.params)}
+        with context.progress(self.name, len(candidates)) as progress:
+            for label, objective in candidates.items():
+                found, worst = _differences(objective, context.params, *expected)
+                numbers |= {f"{label}/{k}": x for k, x in found.items()}
+                if worst:
+                    notes.append(f"{label}: the gradient differs most in {worst}.")
+                programs[label] = _value_and_gradient(objective, context.params)
+                memory = programs[label].memory_analysis()
+                numbers |= _memory(f"{label}/memory", memory)
+                if "jvp_difference" in found:
+                    jvp = _jvp(objective, context.params)
+                    programs[f"{label}/jvp"] = jvp
+                    memory = jvp.memory_analysis()
+                    numbers |= _memory(f"{label}/jvp_memory", memory)
+                else:
+                    notes.append(f"{label}: cannot be differentiated forwards.")
+                progress.update(note=label)
+        numbers |= self._times(reference, context.params, programs)
+        return result(self, numbers, notes=tuple(notes))
+
+    def _times(self, objective, params, programs) -> dict[str, Number]:
+        if not self.num_rounds:
+            return {}
+        args = (params, objective.batches[0], objective.key(0))
+        seconds: dict[str, list[float]] = {label: [] for label in programs}
+        for number in range(self.num_rounds + 1):
+            for label, program in programs.items():
+                more = (trees.float_part(params),) if label.endswith("/jvp") else ()
+                start = time.perf_counter()
+                jax.block_until_ready(program(*args, *more))
+                if number:  # the first round warms up
+                    seconds[label].append(time.perf_counter() - start)
+        unit = statistics.median(seconds.pop("reference"))
+        found = {}
+        for label, taken in seconds.items():
+            low, high = np.quantile(taken, (0.25, 0.75)) / unit
+            name = f"{label.removesuffix('/jvp')}/"
+            name += "jvp_time" if label.endswith("/jvp") else "time"
+            found[name] = Number(
+                statistics.median(taken) / unit,
+                "of the reference",
+                float(high - low) / 2,
+                QUARTILES,
+                count=len(taken),
+            )
+        return found
+
+
+def _label(name: str, length: int | None) -> str:
+    return name if length is None else f"{name}, chunks of {length}"
+
+
+def _exchanged(objective: Objective, name: str, length: int | None) -> Objective:
+    model = copy.copy(objective.model)
+    model._loss_impl = name
+    model._loss_chunk_length = length
+    return objective.with_model(model)
+
+
+def _differences(objective, params, value, gradient) -> tuple[dict[str, Number], str]:
+    found_value, found = objective.value(params), objective.gradient(params)
+    differences = trees.axpy(-1.0, gradient, found)
+    size = float(trees.norm(gradient)) or 1.0
+    parts = np.sqrt(np.asarray(trees.leaf_inners(differences, differences)))
+    worst = trees.leaf_paths(gradient)[int(np.argmax(parts))] if parts.any() else ""
+    numbers = {
+        "value_difference": Number(abs(found_value - value) / (abs(value) or 1.0), "1"),
+        "gradient_difference": Number(float(np.linalg.norm(parts)) / size, "1"),
+    }
+    unit = trees.scale(1.0 / size, gradient)
+    args = (unit, objective.batches[0], objective.key(0))
+    if forward_mode.blocking_functions(objective.batch_loss, params, *args) is None:
+        _, slope = objective.jvp(params, unit)
+        expected = float(trees.inner(gradient, unit))
+        numbers["jvp_difference"] = Number(abs(slope - expected) / size, "1")
+    return numbers, worst
+
+
+def _memory(name: str, analysis: Any) -> dict[str, Number]:
+    size = getattr(analysis, "temp_size_in_bytes", None)
+    return {} if size is None else {name: Number(size / 2**20, "MiB")}
+
+
+def _value_and_gradient(objective: Objective, params: Any) -> Any:
+    def both(params, batch, key):
+        merged = lambda floats: objective.batch_loss(
+            trees.merge(floats, params), batch, key
+        )
+        return jax.value_and_grad(merged)(trees.float_part(params))
+
+    return objective.compiled(both, params)
+
+
+def _jvp(objective: Objective, params: Any) -> Any:
+    def push(params, batch, key, v):
+        return directional_derivative(objective.batch_loss)(params, v, batch, key)
+
+    return objective.compiled(push, params, trees.float_part(params))

@@ -1,0 +1,152 @@
+"""The density of a matrix's eigenvalues, by stochastic Lanczos quadrature."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from t5x_fwdloss.analysis.lanczos_state import LanczosState
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.numbers import (
+    INSIDE,
+    STANDARD_ERROR,
+    MeasurementResult,
+    Number,
+)
+from t5x_fwdloss.curvature import probes
+from t5x_fwdloss.curvature.densities import mass
+from t5x_fwdloss.curvature.slq import SlqState, slq, spectral_sum
+
+OVER_PROBES = f"{STANDARD_ERROR}, over probes"
+
+
+@dataclasses.dataclass(frozen=True)
+class SpectralDensity:
+    """What the measurements of a density share; `matrix` says of which.
+
+    Nodes and weights of every probe go into the .npz file: width, grid and axes of a
+    plot can be chosen afterwards (`t5x_fwdloss.curvature.densities`).
+
+    Attributes:
+        name: name in the results.
+        num_probes: number of random probes; the band of the density is over them.
+        num_steps: products for each probe.
+        kind: 'rademacher' or 'normal'.
+        basis_on_host: whether the Lanczos vectors are kept in host memory.
+        save_every: steps between two saved states; a preempted run goes on from there.
+    """
+
+    matrix: ClassVar[str]
+
+    name: str
+    num_probes: int = 4
+    num_steps: int = 40
+    kind: str = "rademacher"
+    basis_on_host: bool = False
+    save_every: int = 20
+
+    def validate(self, context: Context) -> None:
+        """Check the counts and the law of the probes.
+
+        Raises:
+            ValueError: one of them is out of range.
+        """
+        context.objective.check_matrix(self.matrix)
+        title = type(self).__name__
+        for name in ("num_probes", "num_steps", "save_every"):
+            check_at_least(title, name, getattr(self, name), 1)
+        if self.kind not in ("rademacher", "normal"):
+            raise ValueError(
+                f"{title}.kind must be 'rademacher' or 'normal': got {self.kind!r}."
+            )
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Run Lanczos probe by probe, from the saved state if there is one."""
+        key = context.key(f"{self.name}/probes")
+        like = probes.random_like(key, context.params)
+        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        state = saved.restore(like, SlqState)
+        total = self.num_probes * self.num_steps
+        done = 0 if state is None else _steps(state)
+        with context.progress(self.name, total, done) as progress:
+
+            def on_step(state):
+                progress.update(note=f"probe {len(state.nodes) + 1}")
+                if _steps(state) % self.save_every == 0:
+                    saved.save(state, len(state.nodes))
+
+            samples = slq(
+                context.product(self.matrix),
+                like,
+                key,
+                num_probes=self.num_probes,
+                num_steps=self.num_steps,
+                kind=self.kind,
+                basis_on_host=self.basis_on_host,
+                on_step=on_step,
+                state=state,
+            )
+        return result(self, self._numbers(context, samples), arrays=_arrays(samples))
+
+    def _numbers(self, context, samples) -> dict[str, Number]:
+        count = samples.num_probes
+        trace = spectral_sum(samples, lambda x: x)
+        square = spectral_sum(samples, np.square)
+        norm = float(np.sqrt(square.mean))
+        negative, error = mass(samples, high=0.0)
+        nodes = np.concatenate(samples.nodes)
+
+        def number(value, unit, error):
+            return Number(value, unit, error, OVER_PROBES, count=count)
+
+        unit = context.curvature_unit
+        return {
+            "trace": number(trace.mean, unit, trace.standard_error),
+            "frobenius_norm": number(
+                norm, unit, square.standard_error / (2 * norm) if norm else 0.0
+            ),
+            "part_below_zero": number(negative, "1", error),
+            "largest_node": Number(float(nodes.max()), unit, None, INSIDE, count=count),
+            "smallest_node": Number(
+                float(nodes.min()), unit, None, INSIDE, count=count
+            ),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianSpectralDensity(SpectralDensity):
+    """The density of the Hessian's eigenvalues."""
+
+    matrix: ClassVar[str] = "hessian"
+
+    name: str = "hessian_spectral_density"
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussNewtonSpectralDensity(SpectralDensity):
+    """The density of the Gauss-Newton matrix's eigenvalues."""
+
+    matrix: ClassVar[str] = "gauss_newton"
+
+    name: str = "gauss_newton_spectral_density"
+
+
+def _steps(state: SlqState) -> int:
+    under_way = 0 if state.space is None else state.space.num_products
+    return state.num_products + under_way
+
+
+def _arrays(samples) -> dict[str, np.ndarray]:
+    # Probes that end early have fewer nodes: padded with NaN.
+    width = max(len(nodes) for nodes in samples.nodes)
+
+    def padded(rows):
+        return np.stack(
+            [np.pad(r, (0, width - len(r)), constant_values=np.nan) for r in rows]
+        )
+
+    return {
+        "nodes": padded(samples.nodes),
+        "weights": padded(samples.weights),
+        "dimension": np.asarray(samples.dimension),
+    }

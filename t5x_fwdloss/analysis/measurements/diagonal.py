@@ -1,0 +1,168 @@
+"""The diagonal of a matrix, by Hutchinson's estimator, summed up by layer."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from t5x_fwdloss.analysis import agreement, files, vector_store
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.groups import by_layer
+from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.curvature import groups, trees
+from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
+
+ENTRY_ERROR = "standard error of that entry"
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianDiagonal:
+    """The Hessian's diagonal: for each layer its mean, its extremes, its sign.
+
+    Attributes:
+        name: name in the results.
+        num_probes: number of random sign vectors.
+        block_size: probes in one compiled, vmapped product.
+        max_saved: the diagonal itself is saved where it has at most this many entries.
+    """
+
+    matrix: ClassVar[str] = "hessian"
+
+    name: str = "hessian_diagonal"
+    num_probes: int = 32
+    block_size: int = 4
+    max_saved: int = 1_000_000
+
+    def validate(self, context: Context) -> None:
+        """Check the counts."""
+        context.objective.check_matrix(self.matrix)
+        check_at_least(type(self).__name__, "num_probes", self.num_probes, 2)
+        check_at_least(type(self).__name__, "block_size", self.block_size, 1)
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Draw the probes, from the saved running mean on if there is one."""
+        folder = context.state_path(self.name)
+        state = self._restore(context, folder)
+        counted = 0 if state is None else len(state.square_norms)
+        with context.progress(self.name, self.num_probes, counted) as progress:
+
+            def on_probe(state: ProbeState):
+                nonlocal counted
+                progress.update(len(state.square_norms) - counted)
+                counted = len(state.square_norms)
+                self._save(context, folder, state)
+
+            found = probe_estimates(
+                context.product(self.matrix, self.block_size),
+                context.params,
+                context.key(f"{self.name}/probes"),
+                num_probes=self.num_probes,
+                diagonal=True,
+                block_size=self.block_size,
+                on_probe=on_probe,
+                state=state,
+            )
+        return self._result(context, found)
+
+    def _save(self, context, folder, state):
+        name = f"vectors_{len(state.square_norms)}"
+        arrays = state.arrays()
+        vectors = (arrays.pop("mean"), arrays.pop("spread"))
+        vector_store.save(folder / name, vectors)
+        if context.is_primary:
+            files.write_json(folder / "sums.json", {"sums": arrays, "vectors": name})
+            for old in folder.glob("vectors_*"):
+                if old.name != name:
+                    old.rmtree()
+        agreement.wait("diagonal saved")
+
+    def _restore(self, context, folder) -> ProbeState | None:
+        path = folder / "sums.json"
+        found = agreement.from_primary(
+            files.read_json(path) if context.is_primary and path.exists() else None
+        )
+        if found is None:
+            return None
+        like = trees.float_part(context.params)
+        mean, spread = vector_store.restore(folder / found["vectors"], (like, like))
+        return ProbeState.from_saved(found["sums"] | {"mean": mean, "spread": spread})
+
+    def _result(self, context, found) -> MeasurementResult:
+        unit, numbers = context.curvature_unit, {}
+        entries = groups.group_masks(context.params, by_layer(context.params))
+        for name, mask in entries.items():
+            label = name.replace("/", ".")
+            flags = jax.tree.leaves(mask)
+            chosen = [
+                [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
+                for leaves in map(
+                    jax.tree.leaves, (found.diagonal, found.diagonal_error)
+                )
+            ]
+            stats = _stats(*chosen)
+            for extreme in ("largest", "smallest"):
+                numbers[f"{label}/{extreme}"] = Number(
+                    stats[extreme], unit, stats[f"{extreme}_error"], ENTRY_ERROR
+                )
+            numbers[f"{label}/part_below_zero"] = Number(stats["negative"], "1")
+        numbers = {
+            "trace": Number(
+                found.trace.mean,
+                unit,
+                found.trace.standard_error,
+                STANDARD_ERROR,
+                interval=found.trace.interval,
+                count=found.trace.num_probes,
+            )
+        } | numbers
+        return result(
+            self,
+            numbers,
+            arrays=self._arrays(context, found),
+            notes=(
+                "Each entry has its own sampling error: the extremes of many noisy "
+                "entries lie further out than those of the true diagonal.",
+            ),
+        )
+
+    def _arrays(self, context, found) -> dict[str, np.ndarray]:
+        here = all(x.is_fully_addressable for x in jax.tree.leaves(found.diagonal))
+        if not here or trees.dimension(context.params) > self.max_saved:
+            return {}
+        arrays = {}
+        for end, tree in (("mean", found.diagonal), ("error", found.diagonal_error)):
+            leaves = zip(trees.leaf_paths(tree), jax.tree.leaves(tree), strict=True)
+            arrays |= {f"{path}/{end}": np.asarray(leaf) for path, leaf in leaves}
+        return arrays
+
+
+@jax.jit
+def _leaf_stats(diagonal, errors):
+    # Reductions leaf by leaf, and no index: nothing is flattened, nothing gathered.
+    def one(x, error):
+        largest, smallest = jnp.max(x), jnp.min(x)
+        return {
+            "largest": largest,
+            "largest_error": jnp.max(jnp.where(x == largest, error, 0.0)),
+            "smallest": smallest,
+            "smallest_error": jnp.max(jnp.where(x == smallest, error, 0.0)),
+            "num_negative": jnp.sum(x < 0),
+        }
+
+    return [one(x, error) for x, error in zip(diagonal, errors, strict=True)]
+
+
+def _stats(diagonal, errors) -> dict[str, float]:
+    leaves = jax.device_get(_leaf_stats(diagonal, errors))
+    top = max(leaves, key=lambda leaf: float(leaf["largest"]))
+    bottom = min(leaves, key=lambda leaf: float(leaf["smallest"]))
+    size = sum(x.size for x in diagonal)
+    return {
+        "largest": float(top["largest"]),
+        "largest_error": float(top["largest_error"]),
+        "smallest": float(bottom["smallest"]),
+        "smallest_error": float(bottom["smallest_error"]),
+        "negative": sum(int(leaf["num_negative"]) for leaf in leaves) / size,
+    }

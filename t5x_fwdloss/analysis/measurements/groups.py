@@ -1,0 +1,156 @@
+"""Where in the network the curvature sits: traces by group of parameters.
+
+The groups come from the same probes, so that they add up to the whole. A trace says
+nothing about blocks off the diagonal; the Frobenius norm beside it counts them too.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+import jax
+import numpy as np
+
+from t5x_fwdloss.analysis import agreement, files
+from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.curvature import groups, trees
+from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupTraces:
+    """What the measurements of traces by group share; `matrix` says of which.
+
+    Attributes:
+        name: name in the results.
+        groups: group's name to a regular expression that matches the whole path of its
+            parameters, such as `{'decoder': 'decoder/.*'}`; None: by layer, the first
+            two parts of the path.
+        num_probes: number of random vectors.
+        block_size: probes in one compiled, vmapped product.
+        confidence: level of the confidence intervals.
+    """
+
+    matrix: ClassVar[str]
+
+    name: str
+    groups: Mapping[str, str] | None = None
+    num_probes: int = 32
+    block_size: int = 4
+    confidence: float = 0.95
+
+    def validate(self, context: Context) -> None:
+        """Check the counts, and that every pattern matches something.
+
+        Raises:
+            ValueError: a count is out of range or a pattern matches nothing.
+        """
+        context.objective.check_matrix(self.matrix)
+        title = type(self).__name__
+        check_at_least(title, "num_probes", self.num_probes, 2)
+        check_at_least(title, "block_size", self.block_size, 1)
+        if not 0 < self.confidence < 1:
+            raise ValueError(
+                f"{title}.confidence must lie between 0 and 1: got {self.confidence:g}."
+            )
+        groups.group_masks(context.params, self.patterns(context))
+
+    def patterns(self, context: Context) -> Mapping[str, str]:
+        """The groups' patterns, those by layer where none are given."""
+        return self.groups or by_layer(context.params)
+
+    def run(self, context: Context) -> MeasurementResult:
+        """Draw the probes, from the saved sums on if there are any."""
+        path = context.state_path(self.name) / "sums.json"
+        saved = agreement.from_primary(
+            files.read_json(path) if context.is_primary and path.exists() else None
+        )
+        state = None if saved is None else ProbeState.from_saved(saved)
+        masks = groups.group_masks(context.params, self.patterns(context))
+        counted = 0 if state is None else len(state.square_norms)
+        with context.progress(self.name, self.num_probes, counted) as progress:
+
+            def on_probe(state: ProbeState):
+                nonlocal counted
+                progress.update(len(state.square_norms) - counted)
+                counted = len(state.square_norms)
+                if context.is_primary:
+                    files.write_json(path, state.arrays())
+
+            found = probe_estimates(
+                context.product(self.matrix, self.block_size),
+                context.params,
+                context.key(f"{self.name}/probes"),
+                num_probes=self.num_probes,
+                groups=masks,
+                confidence=self.confidence,
+                block_size=self.block_size,
+                on_probe=on_probe,
+                state=state,
+            )
+        return self._result(context, found, masks)
+
+    def _result(self, context, found, masks) -> MeasurementResult:
+        unit = context.curvature_unit
+
+        def number(estimate, size=1):
+            low, high = estimate.interval
+            return Number(
+                estimate.mean / size,
+                unit,
+                estimate.standard_error / size,
+                STANDARD_ERROR,
+                interval=(low / size, high / size),
+                count=estimate.num_probes,
+            )
+
+        numbers = {"trace": number(found.trace)}
+        numbers["frobenius_norm"] = Number(
+            found.frobenius_norm, unit, found.frobenius_error, STANDARD_ERROR
+        )
+        samples = {}
+        for name, estimate in found.groups.items():
+            size = groups.group_dimension(context.params, masks[name])
+            label = name.replace("/", ".")
+            numbers[f"{label}/trace"] = number(estimate)
+            numbers[f"{label}/mean_eigenvalue"] = number(estimate, size)
+            numbers[f"{label}/parameters"] = Number(float(size), "1")
+            samples[f"{label}/samples"] = estimate.samples
+        notes = ()
+        covered = np.sum([jax.tree.leaves(mask) for mask in masks.values()], axis=0)
+        if (covered != 1).any():
+            paths = np.asarray(trees.leaf_paths(trees.float_part(context.params)))
+            some = ", ".join(paths[covered != 1][:3])
+            notes = (
+                "The groups do not add up to the whole: "
+                f"{int((covered != 1).sum())} leaves are in none or in several, such "
+                f"as {some}.",
+            )
+        return result(self, numbers, arrays=samples, notes=notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class HessianGroupTraces(GroupTraces):
+    """The trace of the Hessian's diagonal block of each group of parameters."""
+
+    matrix: ClassVar[str] = "hessian"
+
+    name: str = "hessian_group_traces"
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussNewtonGroupTraces(GroupTraces):
+    """The trace of the Gauss-Newton matrix's diagonal block of each group."""
+
+    matrix: ClassVar[str] = "gauss_newton"
+
+    name: str = "gauss_newton_group_traces"
+
+
+def by_layer(params) -> dict[str, str]:
+    """One group for each pair of first parts of the paths, `decoder/layers_0`."""
+    paths = trees.leaf_paths(trees.float_part(params))
+    prefixes = dict.fromkeys("/".join(path.split("/")[:2]) for path in paths)
+    return {prefix: re.escape(prefix) + "(/.*)?" for prefix in prefixes}

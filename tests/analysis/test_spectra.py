@@ -1,0 +1,215 @@
+"""Densities, traces by group, diagonals and the comparison of losses."""
+
+import numpy as np
+import pytest
+from etils import epath
+from jax.flatten_util import ravel_pytree
+
+from t5x_fwdloss.analysis import (
+    GaussNewtonSpectralDensity,
+    HessianDiagonal,
+    HessianEigenpairs,
+    HessianGroupTraces,
+    HessianSpectralDensity,
+    LossComparison,
+    lanczos_state,
+    vector_store,
+)
+from t5x_fwdloss.analysis.measurements import Context
+from t5x_fwdloss.analysis.whole_spectrum_plots import spectral_samples
+
+from . import runs, toy
+
+SIZE = (toy.FEATURES + 1) * toy.CLASSES
+
+
+@pytest.fixture
+def context(tmp_path):
+    return Context(
+        objective=runs.objective(z_loss=0.01),
+        params=toy.parameters(),
+        seed=runs.SEED,
+        load_params=None,
+        state_path=lambda name: epath.Path(tmp_path) / name,
+    )
+
+
+@pytest.fixture
+def dense(context):
+    return toy.dense_hessian(
+        context.params, toy.examples(), context.objective.W, z_loss=0.01
+    )
+
+
+def test_a_full_krylov_space_gives_the_moments_of_each_probe(context, dense):
+    found = HessianSpectralDensity(num_probes=3, num_steps=SIZE).run(context)
+    samples = spectral_samples(found)
+    key = context.key("hessian_spectral_density/probes")
+    from t5x_fwdloss.curvature import probes
+
+    for i in range(3):
+        probe = probes.random_like(probes.probe_key(key, i), context.params)
+        v = np.asarray(ravel_pytree(probe)[0], np.float64)
+        assert samples.weights[i].sum() == pytest.approx(1.0, rel=1e-6)
+        for degree in (1, 2, 3):
+            moment = samples.weights[i] @ samples.nodes[i] ** degree
+            expected = v @ np.linalg.matrix_power(dense, degree) @ v / SIZE
+            assert moment == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_density_knows_trace_and_norm(context, dense):
+    found = HessianSpectralDensity(num_probes=12, num_steps=SIZE).run(context)
+    values = np.linalg.eigvalsh(dense)
+    expected = {
+        "trace": values.sum(),
+        "frobenius_norm": np.sqrt(np.square(values).sum()),
+    }
+    for name, value in expected.items():
+        number = found.numbers[name]
+        assert abs(number.value - value) <= 4 * number.error
+    assert found.numbers["largest_node"].value == pytest.approx(values[-1], rel=1e-5)
+
+
+def test_gauss_newton_of_a_linear_model_has_the_hessians_density(context):
+    settings = {"name": "same", "num_probes": 2, "num_steps": 6}
+    one = HessianSpectralDensity(**settings).run(context)
+    other = GaussNewtonSpectralDensity(**settings).run(context)
+    for name in ("nodes", "weights"):
+        np.testing.assert_allclose(one.arrays[name], other.arrays[name], atol=1e-5)
+
+
+def test_traces_by_group_add_up_and_are_those_of_the_blocks(context, dense):
+    found = HessianGroupTraces(num_probes=32).run(context)
+    names = {n.rpartition("/")[0] for n in found.numbers if "/" in n}
+    assert names == {"dense.bias", "dense.kernel"}
+    blocks = {"dense.bias": slice(0, 4), "dense.kernel": slice(4, 16)}
+    total = 0.0
+    for name, block in blocks.items():
+        number = found.numbers[f"{name}/trace"]
+        assert abs(number.value - np.trace(dense[block, block])) <= 4 * number.error
+        assert found.numbers[f"{name}/parameters"].value == block.stop - block.start
+        total += number.value
+    assert found.numbers["trace"].value == pytest.approx(total, rel=1e-5)
+    norm = found.numbers["frobenius_norm"]
+    assert abs(norm.value - np.linalg.norm(dense)) <= 4 * norm.error
+    assert found.notes == ()
+
+
+def test_groups_that_leave_parameters_out_say_so(context):
+    measurement = HessianGroupTraces(groups={"head": "dense/bias"}, num_probes=4)
+    found = measurement.run(context)
+    assert "1 leaves are in none or in several, such as dense/kernel" in found.notes[0]
+    with pytest.raises(ValueError, match=r"'none/.*' matches none"):
+        HessianGroupTraces(groups={"x": "none/.*"}).validate(context)
+
+
+def test_the_diagonal_is_within_its_error(context, dense):
+    found = HessianDiagonal(num_probes=64).run(context)
+    diagonal = np.diag(dense)
+    parts = {"dense/bias": diagonal[:4], "dense/kernel": diagonal[4:].reshape(3, 4)}
+    for name, expected in parts.items():
+        mean, error = (found.arrays[f"{name}/{end}"] for end in ("mean", "error"))
+        assert (np.abs(mean - expected) <= 4.5 * error + 1e-6).all()
+        largest = found.numbers[f"{name.replace('/', '.')}/largest"]
+        assert largest.value == mean.max()
+        assert largest.error == error.reshape(-1)[mean.argmax()]
+    assert "dense.bias/part_below_zero" in found.numbers
+
+
+def test_a_large_diagonal_is_summed_up_and_not_saved(context):
+    assert HessianDiagonal(num_probes=4, max_saved=15).run(context).arrays == {}
+
+
+class Killed(BaseException):
+    """Stands for a preemption."""
+
+
+@pytest.mark.parametrize(
+    ("measurement", "where"),
+    [
+        (
+            HessianSpectralDensity(num_probes=2, num_steps=6, save_every=4),
+            (lanczos_state.LanczosState, "save"),
+        ),
+        (HessianDiagonal(num_probes=6, block_size=2), (vector_store, "save")),
+    ],
+    ids=["density", "diagonal"],
+)
+def test_a_killed_measurement_goes_on_to_the_same_numbers(
+    context, monkeypatch, measurement, where
+):
+    expected = measurement.run(context)
+    context.state_path(measurement.name).rmtree()
+    save, calls = getattr(*where), []
+
+    def save_and_die(*args):
+        if len(calls) % 2:  # at every second save, before anything of it is written
+            calls.append("died")
+            raise Killed
+        calls.append("saved")
+        return save(*args)
+
+    monkeypatch.setattr(*where, save_and_die)
+    for _ in range(4):
+        try:
+            found = measurement.run(context)
+            break
+        except Killed:
+            continue
+    assert "died" in calls
+    assert found.numbers == expected.numbers
+    for name, array in expected.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def test_the_gradient_lies_wholly_in_a_complete_eigenbasis(context):
+    found = HessianEigenpairs(num_largest=SIZE, num_smallest=0).run(context)
+    assert found.numbers["gradient_in_largest"].value == pytest.approx(1.0, abs=1e-4)
+    cosines = found.arrays["gradient_cosines"]
+    assert (cosines**2).sum() == found.numbers["gradient_in_largest"].value
+
+
+def test_the_losses_agree_and_only_t5xs_own_has_no_forward_mode(context):
+    found = LossComparison(num_rounds=2).run(context)
+    eps = float(np.finfo(np.float32).eps)
+    for name in ("autodiff", "custom_jvp"):
+        for what in ("value", "gradient", "jvp"):
+            assert found.numbers[f"{name}/{what}_difference"].value <= 32 * eps
+        assert found.numbers[f"{name}/jvp_time"].value > 0
+        assert found.numbers[f"{name}/memory"].unit == "MiB"
+    assert found.numbers["custom_vjp/value_difference"].value == 0.0
+    assert "custom_vjp/jvp_difference" not in found.numbers
+    assert "custom_vjp: cannot be differentiated forwards." in found.notes
+
+
+def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypatch):
+    from t5x_fwdloss.analysis.measurements import comparison
+
+    exchanged = comparison._exchanged
+
+    def broken(objective, name, length):
+        found = exchanged(objective, name, length)
+        if name != "autodiff":
+            return found
+        gradient = found.gradient
+
+        def wrong(params):
+            right = gradient(params)["dense"]
+            return {"dense": right | {"bias": 1.1 * right["bias"]}}
+
+        monkeypatch.setattr(found, "gradient", wrong)
+        return found
+
+    monkeypatch.setattr(comparison, "_exchanged", broken)
+    found = LossComparison(num_rounds=0).run(context)
+    assert found.numbers["autodiff/gradient_difference"].value > 1e-3
+    assert "autodiff: the gradient differs most in dense/bias." in found.notes
+    assert found.numbers["custom_jvp/gradient_difference"].value < 1e-5
+
+
+def test_a_comparison_needs_known_names_and_a_model(context):
+    with pytest.raises(ValueError, match="fast"):
+        LossComparison(implementations=("fast",)).validate(context)
+    context.objective.model = None
+    with pytest.raises(ValueError, match="was not made by Objective.from_model"):
+        LossComparison().validate(context)
