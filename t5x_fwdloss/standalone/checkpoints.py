@@ -44,7 +44,8 @@ def save(manager: ocp.CheckpointManager, step: int, params, optimizer_state) -> 
         step,
         args=ocp.args.Composite(
             state=ocp.args.PyTreeSave(state),
-            optimizer=ocp.args.PyTreeSave(optimizer_state),
+            # With the step, because Orbax refuses a tree without leaves (plain SGD).
+            optimizer=ocp.args.PyTreeSave({"step": step, "optax": optimizer_state}),
         ),
         force=True,
     )
@@ -122,8 +123,10 @@ def restore_optimizer(path: str, like: Any) -> Any:
         )
     handler = ocp.PyTreeCheckpointHandler()
     stored = handler.metadata(folder / "optimizer").tree
-    check_same(_shapes(like), _shapes(stored), folder, what="optimizer's state")
-    return handler.restore(folder / "optimizer", args=_arguments(like))
+    found = _shapes(stored.get("optax", {}))
+    check_same(_shapes(like), found, folder, what="optimizer's state")
+    restored = handler.restore(folder / "optimizer", args=_arguments({"optax": like}))
+    return restored["optax"]
 
 
 def _arguments(wanted) -> ocp.args.PyTreeRestore:
