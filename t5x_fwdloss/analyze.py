@@ -79,6 +79,7 @@ def analyze(
             "--gin.LOSS_IMPL=\"'custom_jvp'\" (its value is the same)."
         )
     model = models.with_loss(model, loss_impl, loss_chunk_length)
+    checkpoint.find_checkpoint(restore_checkpoint_cfg)  # before the data, which may be slow
     batches = dataset.load_batches(
         dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
     )

@@ -32,7 +32,7 @@ _RULES: Sequence[tuple[str, str]] = (
         "not pass imports on.",
     ),
     (
-        r"^Couldn't resolve selector (\S+); <module '__main__'",
+        r"^Couldn't resolve selector (\S+); <module '(?:__main__|t5x_fwdloss\.analyze)'",
         "A gin file binds {0!r}, which belongs to another script{where}: for an "
         f"analysis the run file is {RUN_FILE}, in place of the file for train, eval or "
         "infer.",

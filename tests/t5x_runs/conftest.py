@@ -38,6 +38,7 @@ BATCH_SIZE = 8
 DROPOUT_RATE = 0.1
 train_script.train:
   eval_period = 50
+  eval_steps = 2
   stats_period = 1  # the loss of every step
 utils.SaveCheckpointConfig.period = 50
 """

@@ -1,0 +1,227 @@
+"""The analysis run on the checkpoint of a T5X training run, and what it says to bad input."""
+
+import concurrent.futures
+import json
+import re
+
+import numpy as np
+import pytest
+
+# The time limit is for the shared runs, on a machine that is busy.
+pytestmark = [pytest.mark.t5x, pytest.mark.timeout(900)]
+
+RUN_FILE = "--gin_file=t5x_fwdloss/configs/runs/analyze.gin"
+EXAMPLE = "--gin_file=t5x_fwdloss/configs/examples/cmudict_analyze.gin"
+EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+
+
+def arguments(project, checkpoint, name, *more):
+    return [
+        EXAMPLE,
+        "--gin_file=my_network.gin",
+        "--gin.NUM_BATCHES=2",
+        "--gin.BATCH_SIZE=8",
+        f"--gin.CHECKPOINT_PATH='{checkpoint}'",
+        f"--gin.ANALYSIS_OUTPUT_DIR='{project.path / name}'",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def analyzed(project, checkpoint, trained):
+    """One checkpoint on one device, by the real command, and on eight."""
+    few = [
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @HessianTrace()]",
+        "--gin.DirectionalDerivatives.num_random=1",
+        f"--gin.DirectionalDerivatives.checkpoints=['{checkpoint[:-2]}0']",
+        "--gin.HessianTrace.num_probes=2",
+        "--gin.HessianTrace.block_size=2",
+    ]
+
+    def start(run, name, env):
+        done = run(
+            "t5x_fwdloss.analyze", *arguments(project, checkpoint, name, *few), **env
+        )
+        assert done.status == 0, done.log[-3000:]
+        return json.loads((project.path / name / "results.json").read_text())
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        one = pool.submit(start, project.command, "one", {})
+        eight = pool.submit(start, project.run, "eight", EIGHT)
+        return one.result(), eight.result()
+
+
+def numbers(results):
+    """Every number that was measured, by measurement and name."""
+    return {
+        (measurement["name"], name): entry["value"]
+        for measurement in results["measurements"]
+        for name, entry in measurement["numbers"].items()
+    }
+
+
+def test_the_objective_is_t5x_s_own_evaluation_loss(project, analyzed):
+    one, _ = analyzed
+    assert one["step"] == 50
+    assert one["normalizer"]["kind"] == "sum"
+    # T5X reports the mean over its two batches, the same that are analyzed.
+    wanted = 2 * project.losses("stock", "loss", "training_eval/cmudict_g2p")[50]
+    got = numbers(one)["directional_derivatives", "loss"]
+    assert got == pytest.approx(wanted, rel=1e-5)
+
+
+def test_eight_devices_give_the_numbers_of_one(analyzed):
+    one, eight = analyzed
+    assert one["batches_hash"] == eight["batches_hash"]
+    mine, theirs = numbers(one), numbers(eight)
+    assert mine.keys() == theirs.keys()
+    assert len(mine) > 5
+    for name, value in mine.items():
+        if "spread" not in name[1] and "step_to_minimum" not in name[1]:
+            assert theirs[name] == pytest.approx(value, rel=1e-5, abs=1e-4), name
+
+
+def test_the_run_keeps_its_configuration_and_the_second_checkpoint(project, analyzed):
+    one, _ = analyzed
+    config = (project.path / "one" / "config.gin").read_text()
+    assert "MODEL = @models.EncoderDecoderModel()" in config
+    assert "LOSS_IMPL = 'custom_jvp'" in config
+    assert any("checkpoint_0" in name for _, name in numbers(one))
+    assert np.isfinite(list(numbers(one).values())).all()
+
+
+BAD_INPUT = {
+    "no checkpoint": (
+        ["--gin.CHECKPOINT_PATH='{parent}/checkpoint_7'"],
+        r"There is no checkpoint at CHECKPOINT_PATH = \S+checkpoint_7: \S+ has "
+        r"\S*checkpoint_0, \S*checkpoint_50\.",
+    ),
+    "another network": (
+        ["--gin.network.T5Config.emb_dim=24", "--gin.network.T5Config.vocab_size=256"],
+        r"must be those of MODEL: \d+ differ: decoder/decoder_norm/scale: checkpoint "
+        r"\(16,\), model \(24,\); .*; and \d+ more\.",
+    ),
+    "unknown task": (
+        ["--gin.MIXTURE_OR_TASK_NAME='cmudict_gp2'"],
+        r"must be a registered SeqIO task or mixture: got 'cmudict_gp2'; close to it: "
+        r"cmudict_g2p\.",
+    ),
+    "too little data": (
+        ["--gin.NUM_BATCHES=2000"],
+        r"must give NUM_BATCHES = 2000 batches of BATCH_SIZE = 8: got \d+\.",
+    ),
+    "reverse-mode loss": (
+        ["--gin.LOSS_IMPL='custom_vjp'"],
+        r"got LOSS_IMPL = 'custom_vjp'; add --gin.LOSS_IMPL=",
+    ),
+    "no measurement": (["--gin.MEASUREMENTS=[]"], r"list of at least one"),
+    "mesh": (
+        ["--gin.network.T5Config.num_heads=4", "8 devices"],
+        r"The mesh must divide every parameter: \S+ \(4, 32\) has a dimension of 4 over "
+        r"axis model of 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_a_sentence_and_status_1(project, checkpoint, case):
+    bad, message = BAD_INPUT[case]
+    env = EIGHT if "8 devices" in bad else {}
+    bad = [
+        argument.format(parent=project.path / "stock")
+        for argument in bad
+        if argument.startswith("--")
+    ]
+    done = project.run(
+        "t5x_fwdloss.analyze", *arguments(project, checkpoint, "bad", *bad), **env
+    )
+    assert_sentence(done, message)
+    assert not (project.path / "bad" / "results.json").exists()
+
+
+def assert_sentence(done, message):
+    assert done.status == 1, done.log[-2000:]
+    assert re.search(message, done.says), done.says[-2000:]
+    assert "Traceback" not in done.log
+    assert "t5x_fwdloss.analyze: " in done.says
+
+
+def test_the_folder_of_another_run_is_refused(project, checkpoint, analyzed):
+    few = ["--gin.MEASUREMENTS=[@HessianTrace()]"]
+    done = project.run(
+        "t5x_fwdloss.analyze", *arguments(project, checkpoint, "one", *few)
+    )
+    assert_sentence(done, r"/one\b")
+
+
+FORGOTTEN = {
+    "everything": ([], r"No --gin_file was given: .*runs/analyze\.gin"),
+    "the run file": (
+        ["--gin_file=t5x_fwdloss/configs/models/t5_1_1_tiny_bytes.gin"],
+        r"No gin file configures the analysis: add --gin_file=t5x_fwdloss/configs/runs/",
+    ),
+    "the model and the macros": (
+        [RUN_FILE],
+        r"needs values for MODEL \(.*\); CHECKPOINT_PATH \(.*MEASUREMENTS \(",
+    ),
+    "one macro": (
+        [EXAMPLE, "--gin.ANALYSIS_OUTPUT_DIR='/tmp/x'"],
+        r"needs values for CHECKPOINT_PATH \(--gin.CHECKPOINT_PATH=.*\)\. If",
+    ),
+    "the order": (
+        [EXAMPLE, RUN_FILE, "--gin.CHECKPOINT_PATH='/x'"],
+        r"needs values for .*MIXTURE_OR_TASK_NAME .*after the run file, which resets it",
+    ),
+    "an import": (
+        [EXAMPLE, "--gin_file=no_import.gin"],
+        r"uses 'network' and does not import it \(in .*no_import\.gin, line 2\): add the "
+        r"import",
+    ),
+    "the installation of a module": (
+        [EXAMPLE, "--gin_file=bad_import.gin"],
+        r"imports 'my_tasks', which is not installed here or not on PYTHONPATH",
+    ),
+    "a file": (
+        [EXAMPLE, "--gin_file=nowhere.gin"],
+        r"There is no gin file nowhere\.gin",
+    ),
+    "that train has its own run file": (
+        ["--gin_file=my_run.gin"],
+        r"binds 'train_script\.train', which belongs to another script \(in .*pretrain",
+    ),
+    "the spelling of an argument": (
+        [EXAMPLE, "--gin.analyze.num_batch=3"],
+        r"analyze has no argument 'num_batch'",
+    ),
+    "to mention a name": (
+        [EXAMPLE, "--gin.Nowhere.x=3"],
+        r"Nothing named 'Nowhere' is known",
+    ),
+    "a value of the network": (
+        [
+            EXAMPLE,
+            "--gin_file=no_network.gin",
+            *[f"--gin.{n}='/x'" for n in ("CHECKPOINT_PATH", "ANALYSIS_OUTPUT_DIR")],
+        ],
+        r"OTHER_MACRO",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def broken_files(project):
+    head = "from __gin__ import dynamic_registration\n"
+    project.write("no_import.gin", f"{head}network.T5Config.emb_dim = 8\n")
+    project.write("bad_import.gin", f"{head}import my_tasks\n")
+    project.write(
+        "no_network.gin",
+        f"{head}from t5x.examples.t5 import network\n"
+        "network.T5Config.emb_dim = %OTHER_MACRO\n",
+    )
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_who_forgets_gets_a_sentence_not_gin_s_stack(project, broken_files, what):
+    given, message = FORGOTTEN[what]
+    done = project.run("t5x_fwdloss.analyze", *given)
+    assert_sentence(done, message)
