@@ -1,0 +1,97 @@
+"""Analyzes a checkpoint with the standalone model, on machines without T5X.
+
+    python -m t5x_fwdloss.standalone.analyze \
+      --gin_file=t5x_fwdloss/configs/standalone/analyze.gin \
+      --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+      --gin.CHECKPOINT_PATH="'/tmp/g2p'" --gin.ANALYSIS_OUTPUT_DIR="'/tmp/g2p_analysis'"
+
+Restores the parameters, takes a fixed list of batches, and hands both to
+`t5x_fwdloss.analysis`, which does the rest.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from t5x_fwdloss import analysis
+from t5x_fwdloss.standalone import checkpoints, data
+from t5x_fwdloss.standalone.model import StandaloneModel
+
+RUN_FILE = "t5x_fwdloss/configs/standalone/analyze.gin"
+REQUIRED_MACROS = {
+    "MODEL": "the file of a model, such as t5x_fwdloss/configs/standalone/tiny.gin",
+    "CHECKPOINT_PATH": "--gin.CHECKPOINT_PATH=\"'/my/model'\"",
+    "ANALYSIS_OUTPUT_DIR": "--gin.ANALYSIS_OUTPUT_DIR=\"'/my/analysis'\"",
+    "MIXTURE_OR_TASK_NAME": "--gin.MIXTURE_OR_TASK_NAME=\"'cmudict_g2p'\"",
+    "TASK_FEATURE_LENGTHS": '--gin.TASK_FEATURE_LENGTHS="'
+    "{'inputs': 20, 'targets': 40}\"",
+    "BATCH_SIZE": "--gin.BATCH_SIZE=64",
+}
+
+
+def analyze(
+    *,
+    model: StandaloneModel,
+    dataset: data.DatasetConfig,
+    checkpoint_path: str,
+    output_dir: str,
+    measurements: Sequence[Any],
+    num_batches: int,
+    split: str = "validation",
+    seed: int = 0,
+    num_microbatches: int = 1,
+    dropout_seed: int | None = None,
+    matmul_precision: str = "highest",
+    config_text: str = "",
+) -> int:
+    """Measures the loss of a checkpoint around its parameters; returns the exit status.
+
+    Args:
+        model: the network and its loss, which needs forward mode.
+        dataset: what the batches are read from.
+        checkpoint_path: a folder `checkpoint_<step>`, of T5X or of the standalone
+            training, or one that holds such folders, of which the latest is taken.
+        output_dir: folder of results; a run that was stopped goes on there.
+        measurements: from `t5x_fwdloss.analysis`.
+        num_batches: batches of the objective, the first of the split.
+        split: for example "validation".
+        seed: of probe vectors and start vectors.
+        num_microbatches: pieces that every batch is cut into, to save memory.
+        dropout_seed: one fixed dropout key per batch; None turns dropout off.
+        matmul_precision: 'highest', 'high' or 'default'.
+        config_text: the gin configuration, kept with the results.
+    """
+    data.check_vocabulary(dataset, model.module.config.vocab_size)
+    path = str(checkpoints.find(checkpoint_path))
+    batches = data.fixed_batches(dataset, split, num_batches)
+    like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
+    step, params = checkpoints.restore_params(path, like)
+    objective = analysis.Objective.from_model(
+        model,
+        batches,
+        num_microbatches=num_microbatches,
+        dropout_seed=dropout_seed,
+        precision=matmul_precision,
+    )
+    host = analysis.HostInfo(
+        checkpoint=path,
+        step=step,
+        load_params=lambda other: checkpoints.restore_params(other, like)[1],
+        config_text=config_text,
+        task=dataset.mixture_or_task_name,
+    )
+    return analysis.run_analysis(
+        objective,
+        params,
+        measurements=measurements,
+        output_dir=output_dir,
+        seed=seed,
+        host=host,
+    )
+
+
+if __name__ == "__main__":
+    from t5x_fwdloss.standalone import command_line
+
+    command_line.run(analyze, RUN_FILE, REQUIRED_MACROS)
