@@ -61,8 +61,9 @@ _RULES: Sequence[tuple[str, str]] = (
         "{0} has no argument {1!r}{where}.",
     ),
     (
-        r"^(?:gin\.)?macro.*|^Required bindings for `macro`",
-        "A macro is used (%NAME) and no gin file binds it{where}: {message}",
+        r"^No bindings specified for '([^'/]+)/gin\.macro'",
+        "The macro {0} is used (%{0}) and no gin file binds it: add --gin.{0}=... or "
+        "bind it in a gin file.",
     ),
     (
         r"missing \d+ required [\w-]+ arguments?: ([^\n.]+)",

@@ -14,7 +14,9 @@ import sys
 import threading
 import traceback
 
-# What t5x.train, eval and infer import; not their mains, which define flags.
+# Below: what t5x.train, eval and infer import; not t5x.main, which defines flags.
+sys.path.insert(0, os.getcwd())  # as python -m does
+
 import seqio  # noqa: F401
 import t5x.eval  # noqa: F401
 import t5x.infer  # noqa: F401

@@ -203,7 +203,7 @@ FORGOTTEN = {
             "--gin_file=no_network.gin",
             *[f"--gin.{n}='/x'" for n in ("CHECKPOINT_PATH", "ANALYSIS_OUTPUT_DIR")],
         ],
-        r"OTHER_MACRO",
+        r"The macro OTHER_MACRO is used \(%OTHER_MACRO\) and no gin file binds it: add",
     ),
 }
 
