@@ -110,6 +110,19 @@ def _gram(left, right):
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
+@functools.cache  # or every new block would be compiled again
+def _zeros_maker(structure, avals, shardings):
+    out = None
+    if all(sharding is not None for sharding in shardings):
+        out = jax.tree.unflatten(structure, shardings)
+
+    def make():
+        leaves = [jnp.zeros(shape, dtype) for shape, dtype in avals]
+        return jax.tree.unflatten(structure, leaves)
+
+    return jax.jit(make, out_shardings=out)
+
+
 class Basis:
     """Vectors stacked in blocks; grows row by row.
 
@@ -141,15 +154,9 @@ class Basis:
         self._stacked = tuple(map(probes.stacked_sharding, self.shardings))
 
     def _empty(self, rows):
-        def make():
-            return jax.tree.map(
-                lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), self._like
-            )
-
-        out = None
-        if all(sharding is not None for sharding in self._stacked):
-            out = jax.tree.unflatten(jax.tree.structure(self._like), self._stacked)
-        return jax.jit(make, out_shardings=out)()
+        leaves, structure = jax.tree.flatten(self._like)
+        avals = tuple(((rows, *leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+        return _zeros_maker(structure, avals, self._stacked)()
 
     def _move(self, block, kind):
         return jax.tree.map(

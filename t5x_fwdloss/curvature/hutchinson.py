@@ -34,7 +34,7 @@ class TraceEstimate:
       num_probes: The number of probes.
       samples: The estimate of each probe, float64.
       num_products: Products with the matrix.
-      interval: Two-sided confidence interval (Student's t).
+      interval: Two-sided confidence interval.
       confidence: The level of the interval.
       converged: Whether the relative error asked for was met; None if none was asked.
       rank: The rank of the map where the estimator exhausted its range (Hutch++ and
@@ -59,16 +59,34 @@ def summarize(
     confidence: float = 0.95,
     relative_error: float | None = None,
     rank: int | None = None,
+    least_error: float = 0.0,
 ) -> TraceEstimate:
-    """The mean of independent samples with its standard error and interval."""
+    """The mean of independent samples with its standard error and interval.
+
+    The interval is Student's, widened by $1 + 2 / n$: samples are skewed where few
+    eigenvalues matter, and a run that stops at a wanted error stops where chance made it
+    small. Without the factor, intervals of 90 % covered 86 to 89 % of the time.
+
+    Args:
+      samples: The samples.
+      num_products: Products spent.
+      confidence: The level of the interval.
+      relative_error: What half the interval is compared with, relative to the mean.
+      rank: The rank of the map, where it is known to be exhausted.
+      least_error: A lower bound for the standard error, known from elsewhere.
+
+    Returns:
+      The estimate.
+    """
     n = len(samples)
     mean = float(np.mean(samples))
     error = float(np.std(samples, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
-    half = (
-        float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1) * error)
-        if n > 1
-        else math.inf
-    )
+    error = max(error, least_error) if n > 1 else math.nan
+    half = math.inf
+    if n > 1:
+        half = (
+            (1 + 2 / n) * float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1)) * error
+        )
     met = None if relative_error is None else half <= relative_error * abs(mean)
     return TraceEstimate(
         mean=mean,

@@ -1,14 +1,17 @@
 r"""Hutch++: the trace of a symmetric map, exact on a subspace and sampled outside of it.
 
-With $Q$ an orthonormal basis of $A S$ for random signs $S$ and $P = I - Q Q^T$,
+With $Q$ an orthonormal basis of $A S$ for a Gaussian matrix $S$ and $P = I - Q Q^T$,
 
 $$ \operatorname{tr} A = \operatorname{tr} Q^T A Q + \operatorname{tr} P A P, $$
 
-and the second term is Hutchinson's estimate with fresh probes. Given $Q$ its samples
-are independent and unbiased, so their standard error is that of the estimate.
+and the second term is Hutchinson's estimate with fresh probes $z_i$, independent and
+unbiased given $Q$. Their variance is at most $2 \|P A P\|_F^2$, which $\|P A P z_i\|^2$
+estimates at no further product and more steadily than few samples estimate their own
+variance: the standard error is the larger of the two.
 """
 
 import collections.abc
+import math
 
 import numpy as np
 from jaxtyping import PyTree
@@ -74,9 +77,9 @@ def hutchpp_trace(
 
     for first in range(0, sketch_size, block_size):
         count = min(block_size, sketch_size - first)
-        signs = [_probe(key, first + i, params, "sketch") for i in range(count)]
+        vectors = [_probe(key, first + i, params, "sketch") for i in range(count)]
         name = f"Hutch++ sketch {first}"
-        for product in multiply(signs, name):
+        for product in multiply(vectors, name):
             sketches.extend(space, product, name)
     exact = 0.0
     for first in range(0, space.size, block_size):
@@ -85,6 +88,7 @@ def hutchpp_trace(
             exact += float(trees.inner(q, product))
 
     taken: list[float] = []
+    squares: list[float] = []
 
     def summary():
         return hutchinson.summarize(
@@ -93,6 +97,7 @@ def hutchpp_trace(
             confidence=confidence,
             relative_error=relative_error,
             rank=space.size if space.size < sketch_size else None,
+            least_error=math.sqrt(2 * np.mean(squares) / len(squares)),
         )
 
     while len(taken) < num_probes:
@@ -106,16 +111,20 @@ def hutchpp_trace(
         name = f"Hutch++ probe {first}"
         for z, product in zip(outside, multiply(outside, name), strict=True):
             taken.append(float(trees.inner(z, product)))
+            squares.append(float(trees.norm(_project(space, product))) ** 2)
     return summary()
 
 
 def _probe(key, index, params, purpose):
     """Sketch and probes must be independent: they have different keys."""
-    base = probes.probe_key(key, {"sketch": 0, "probe": 1}[purpose])
-    return probes.random_like(probes.probe_key(base, index), params)
+    # Gaussian vectors are independent however small the dimension; signs may not be.
+    number, kind = {"sketch": (0, "normal"), "probe": (1, "rademacher")}[purpose]
+    base = probes.probe_key(key, number)
+    return probes.random_like(probes.probe_key(base, index), params, kind)
 
 
 def _project(space, vector):
+    vector = trees.scale(1.0, vector)  # a copy: its memory is used
     for _ in range(2 if space.size else 0):
         vector = space.subtract(vector, space.coefficients(vector))
     return vector

@@ -51,7 +51,7 @@ def factored_second_moment(
 
 
 @jax.jit
-def preconditioner(second_moment: PyTree, epsilon: float = 1e-8) -> PyTree:
+def preconditioner(second_moment: PyTree, epsilon: trees.Scalar = 1e-8) -> PyTree:
     r"""The diagonal $1 / (\sqrt v + \epsilon)$, a vector; $v$ must not be negative."""
     return jax.tree.map(
         lambda leaf: 1 / (jnp.sqrt(leaf) + jnp.asarray(epsilon, leaf.dtype)),

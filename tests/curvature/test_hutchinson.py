@@ -57,7 +57,7 @@ def test_samples_are_the_quadratic_forms_of_the_probes():
     assert estimate.mean == pytest.approx(estimate.samples.mean())
     expected = estimate.samples.std(ddof=1) / np.sqrt(5)
     assert estimate.standard_error == pytest.approx(expected)
-    half = scipy.stats.t.ppf(0.975, 4) * expected
+    half = (1 + 2 / 5) * scipy.stats.t.ppf(0.975, 4) * expected
     np.testing.assert_allclose(
         estimate.interval, [estimate.mean - half, estimate.mean + half]
     )

@@ -1,0 +1,118 @@
+"""Amortized products: the same numbers, and which way they were taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature import amortized
+
+from . import problems
+
+regression = problems.SoftmaxRegression()
+
+
+def loss(params, scale):
+    return scale * regression.loss(params) ** 2
+
+
+def outputs(params, scale):
+    del scale
+    return regression.outputs(params)
+
+
+def output_hessian(z, u, scale):
+    return scale * regression.output_hessian(z, u)
+
+
+def scales():
+    return [(jnp.asarray(scale, jnp.zeros(()).dtype),) for scale in (1.0, 2.0, 0.5)]
+
+
+MAPS = {
+    "hessian": lambda: curvature.hessian_map(loss),
+    "gauss_newton": lambda: curvature.gauss_newton_map(outputs, output_hessian),
+}
+
+
+def expected(name, params):
+    gradient = regression.gradient()
+    if name == "gauss_newton":
+        return 3.5 * regression.hessian()
+    value = float(regression.loss(params))
+    return 3.5 * 2 * (value * regression.hessian() + np.outer(gradient, gradient))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("budget", [None, 0, "one"])
+def test_linearized_or_not_the_numbers_are_the_same(name, budget):
+    params = regression.params()
+    linear_map = MAPS[name]()
+    if budget == "one":
+        every = curvature.AmortizedProduct(linear_map, params, scales())
+        budget = int(1.5 * every.batches[0].residual_bytes)
+        number = 1
+    else:
+        number = 0 if budget == 0 else 3
+    product = curvature.AmortizedProduct(
+        linear_map, params, scales(), factor=0.1, memory_budget=budget
+    )
+    assert product.num_linearized == number
+    assert [record.linearized for record in product.batches] == [True] * number + [
+        False
+    ] * (3 - number)
+    got = problems.dense(product, params)
+    np.testing.assert_allclose(got, 0.1 * expected(name, params), rtol=1e-10)
+    vs = curvature.random_stack(0, [0, 1], params)
+    for many, v in zip(
+        curvature.unstack(product.stacked(vs)), curvature.unstack(vs), strict=True
+    ):
+        np.testing.assert_allclose(
+            problems.flatten(many), problems.flatten(product(v)), rtol=1e-9, atol=1e-12
+        )
+
+
+def test_the_record_says_what_was_done_and_why():
+    params = regression.params()
+    product = curvature.AmortizedProduct(
+        MAPS["hessian"](), params, scales(), memory_budget=10
+    )
+    record = product.batches[0]
+    assert not record.linearized
+    assert record.residual_bytes > 10
+    assert f"{record.residual_bytes} bytes, 0 already held, budget 10" in record.reason
+    none = curvature.AmortizedProduct(
+        MAPS["hessian"](), params, scales(), memory_budget=0
+    )
+    assert none.batches[0].reason == "no memory budget"
+
+
+def test_one_hundred_products_trace_once_and_hold_no_memory():
+    params = regression.params()
+    traces = []
+
+    def counted(params, scale):
+        traces.append(1)
+        return loss(params, scale)
+
+    product = curvature.AmortizedProduct(
+        curvature.hessian_map(counted), params, scales()
+    )
+    v = curvature.random_like(0, params)
+    product(v)
+    traced, alive = len(traces), len(jax.live_arrays())
+    for i in range(100):
+        product(curvature.scale(float(i), v))
+    assert len(traces) == traced
+    assert len(jax.live_arrays()) <= alive
+
+
+def test_no_batches_are_refused():
+    with pytest.raises(ValueError, match="at least one batch: got none"):
+        curvature.AmortizedProduct(MAPS["hessian"](), regression.params(), [])
+
+
+def test_free_memory_is_a_number_of_bytes():
+    assert 2**20 < amortized.free_bytes() < 2**50
