@@ -31,6 +31,18 @@ $(VENV)/.complete: setup.py constraints.txt pyproject.toml
 t5x: setup
 	$(BIN)/python scripts/link_t5x.py $(T5X_SOURCES)
 
+quickstart: setup
+	$(BIN)/python -m t5x_fwdloss.standalone.train \
+	  --gin_file=t5x_fwdloss/configs/standalone/train.gin \
+	  --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+	  --gin.MODEL_DIR="'$(QUICKSTART_DIR)/model'"
+	$(BIN)/python -m t5x_fwdloss.standalone.analyze \
+	  --gin_file=t5x_fwdloss/configs/standalone/analyze.gin \
+	  --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+	  --gin_file=t5x_fwdloss/configs/analysis/quick.gin \
+	  --gin.CHECKPOINT_PATH="'$(QUICKSTART_DIR)/model'" \
+	  --gin.ANALYSIS_OUTPUT_DIR="'$(QUICKSTART_DIR)/analysis'"
+
 test: setup
 	$(BIN)/python -m pytest
 	$(BIN)/python scripts/check_readme.py README.md
