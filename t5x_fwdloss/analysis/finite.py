@@ -8,21 +8,29 @@ class NonFiniteLossError(FloatingPointError):
     """A NaN or an infinity in a derivative of the loss; batch and block are named."""
 
 
-def check_finite(name: str, batches: Iterable[Mapping[str, float]]) -> None:
-    """Pass if every number of every batch is finite.
+def check_finite(name: str, parts: Iterable[tuple[str, Mapping[str, float]]]) -> None:
+    """Pass if every number of every part is finite.
 
     Args:
         name: what was computed, as a noun phrase.
-        batches: for each batch, the numbers (or largest magnitudes) by block.
+        parts: for each part, usually a batch, its name and its numbers (or largest
+            magnitudes) by block.
 
     Raises:
-        NonFiniteLossError: names the first batch and block that is not.
+        NonFiniteLossError: names the first part and block that is not.
     """
-    for number, blocks in enumerate(batches):
+    for part, blocks in parts:
         bad = [(block, x) for block, x in blocks.items() if not math.isfinite(x)]
         if bad:
             block, x = bad[0]
             others = f" and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
             raise NonFiniteLossError(
-                f"{name} must be finite: batch {number} gives {x} in {block}{others}."
+                f"{name} must be finite: {part} gives {x} in {block}{others}."
             )
+
+
+def by_batch(
+    parts: Iterable[Mapping[str, float]],
+) -> Iterable[tuple[str, Mapping[str, float]]]:
+    """The parts with the names of batches, in order."""
+    return ((f"batch {number}", blocks) for number, blocks in enumerate(parts))

@@ -16,12 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from t5x_fwdloss.analysis.token_loss import TokenLoss
-from t5x_fwdloss.curvature import fisher
-from t5x_fwdloss.curvature.products import gauss_newton_product, hessian_product
-
-Product = Callable[..., Any]
+from t5x_fwdloss.curvature.amortized import LinearMap, gauss_newton_map, hessian_map
 
 WORDS = {
     "hessian": "the Hessian",
@@ -32,14 +30,14 @@ WORDS = {
 }
 
 
-def products(
+def linear_maps(
     loss: Callable[..., Any],
     outputs: Callable[..., Any] | None,
     token_loss: TokenLoss | None,
     normalizer: float,
     sample_seed: int = 0,
-) -> dict[str, Product]:
-    """The products `(params, v, batch, key, index)` by the matrix's name.
+) -> dict[str, LinearMap]:
+    """The matrices by name, with arguments `(params, v, batch, key, index)`.
 
     Args:
         loss: `(params, batch, key, index)` to the batch's share of the objective.
@@ -49,32 +47,33 @@ def products(
         sample_seed: what the labels of the sampled Fisher matrix depend on, with the
             number of their batch.
     """
-    found: dict[str, Product] = {"hessian": hessian_product(loss)}
+    found = {"hessian": hessian_map(loss)}
     if outputs is None or token_loss is None:
         return found
 
     def output_map(function):
         def scaled(logits, tangent, batch, key, index):
-            del key, index
-            return function(logits, tangent, batch) / normalizer
+            del key
+            return function(logits, tangent, batch, index) / normalizer
 
-        return gauss_newton_product(outputs, scaled)
+        return gauss_newton_map(outputs, scaled)
 
-    def gradient(logits, batch, key, index):
-        del key, index
-        return token_loss.gradient(logits, batch) / normalizer**0.5
+    def empirical(logits, tangent, batch, index):
+        del index
+        return _rank_one(token_loss.gradient(logits, batch), tangent)
 
-    def sampled_gradient(sample_key, logits, batch, key, index):
-        del key, index
-        return token_loss.sampled_gradient(sample_key, logits, batch) / normalizer**0.5
-
-    def sampled(params, v, batch, key, index):
+    def sampled(logits, tangent, batch, index):
         root = jax.random.key(sample_seed, impl="threefry2x32")
-        product = fisher.sampled_fisher_product(outputs, sampled_gradient)
-        return product(params, v, jax.random.fold_in(root, index), batch, key, index)
+        key = jax.random.fold_in(root, index)
+        return _rank_one(token_loss.sampled_gradient(key, logits, batch), tangent)
 
-    found["gauss_newton"] = output_map(token_loss.hessian)
-    found["fisher"] = output_map(token_loss.fisher)
-    found["sampled_fisher"] = sampled
-    found["empirical_fisher"] = fisher.empirical_fisher_product(outputs, gradient)
+    found["gauss_newton"] = output_map(lambda z, u, b, _: token_loss.hessian(z, u, b))
+    found["fisher"] = output_map(lambda z, u, b, _: token_loss.fisher(z, u, b))
+    found["sampled_fisher"] = output_map(sampled)
+    found["empirical_fisher"] = output_map(empirical)
     return found
+
+
+def _rank_one(gradient, tangent):
+    # The product of every token's g g^T with its part of the tangent.
+    return gradient * jnp.sum(gradient * tangent, axis=-1, keepdims=True)

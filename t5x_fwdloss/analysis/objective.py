@@ -21,7 +21,8 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import batches as batches_lib
 from t5x_fwdloss.analysis import matrices, parameters
-from t5x_fwdloss.analysis.finite import check_finite
+from t5x_fwdloss.analysis.finite import by_batch, check_finite
+from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.programs import Programs, all_finite, largest_magnitudes
 from t5x_fwdloss.analysis.token_loss import TokenLoss
@@ -97,7 +98,7 @@ class Objective:
         self.settings = dict(settings or {})
         self.model: Any = None
         self._numerator = numerator
-        self._products = matrices.products(
+        self._linear_maps = matrices.linear_maps(
             self.batch_loss,
             None
             if outputs is None
@@ -214,7 +215,7 @@ class Objective:
     def value(self, params: PyTree) -> float:
         r"""The loss $L(\theta)$, summed over batches in float64."""
         shares = self.batch_values(params)
-        check_finite("the loss", [{"its value": x} for x in shares])
+        check_finite("the loss", by_batch({"its value": x} for x in shares))
         return math.fsum(shares)
 
     def gradient(self, params: PyTree) -> PyTree:
@@ -232,8 +233,8 @@ class Objective:
             "the jvp", directional_derivative(self.batch_loss), params, direction
         )
         shares = [(float(x), float(y)) for x, y in found]
-        names = ("its value", "its directional derivative")
-        check_finite("the loss", [dict(zip(names, x, strict=True)) for x in shares])
+        parts = ({"its value": x, "its derivative": y} for x, y in shares)
+        check_finite("the loss", by_batch(parts))
         value, derivative = zip(*shares, strict=True)
         return math.fsum(value), math.fsum(derivative)
 
@@ -281,6 +282,30 @@ class Objective:
         stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
         return self._vector(name, stacked(product), params, directions, stack=stack)
 
+    def linear_product(
+        self, matrix: str, params: PyTree, memory_budget: int | None = None
+    ) -> LinearProduct:
+        """A matrix at fixed parameters, to be multiplied by many vectors.
+
+        Batch by batch, what does not depend on the vector is computed once and kept,
+        as far as memory allows.
+
+        Args:
+            matrix: its name.
+            params: parameters.
+            memory_budget: bytes a device that may be kept; None: half of what is free.
+        """
+        self._matrix(matrix)
+        return LinearProduct(
+            matrices.WORDS[matrix],
+            self._linear_maps[matrix],
+            parameters.widened(params),
+            list(self._pairs()),
+            precision=self.precision,
+            memory_budget=memory_budget,
+            blame=lambda v: self.matrix_product(matrix, params, v),
+        )
+
     def check_matrix(self, matrix: str) -> None:
         """Refuse a matrix that this objective does not have (`ValueError`)."""
         self._matrix(matrix)
@@ -290,12 +315,12 @@ class Objective:
             raise ValueError(
                 f"matrix must be one of {', '.join(matrices.WORDS)}: got {matrix!r}."
             )
-        if matrix not in self._products:
+        if matrix not in self._linear_maps:
             raise ValueError(
                 f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
                 "was built without outputs and token_loss."
             )
-        return self._products[matrix]
+        return self._linear_maps[matrix].direct
 
     def _pairs(self):
         return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
@@ -317,6 +342,6 @@ class Objective:
             # Once more, batch by batch, to say where it happened.
             zeros = lambda: self._programs.zeros(params, stack=stack)
             parts = (program(zeros(), params, *directions, *p) for p in self._pairs())
-            check_finite(name, map(largest_magnitudes, parts))
-            check_finite(f"the sum over batches of {name}", [largest_magnitudes(total)])
+            check_finite(name, by_batch(map(largest_magnitudes, parts)))
+            check_finite(name, [("the sum over batches", largest_magnitudes(total))])
         return total

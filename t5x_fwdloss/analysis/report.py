@@ -81,6 +81,8 @@ def _facts(document) -> str:
         if document["dropout_seed"] is None
         else f"one fixed key per batch, seed {document['dropout_seed']}",
     }
+    for matrix, how in document["products"].items():
+        rows[f"Products, {matrix.replace('_', ' ')}"] = how
     if document["parameters_left_out"]:
         rows["Left out"] = ", ".join(document["parameters_left_out"])
     return definitions(rows)

@@ -61,6 +61,7 @@ def run_analysis(
     output_dir: epath.PathLike,
     seed: int = 0,
     host: HostInfo | None = None,
+    memory_budget: int | None = None,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
 
@@ -71,6 +72,8 @@ def run_analysis(
         output_dir: a new folder, or that of this same run, which then goes on.
         seed: what every random number depends on, with its purpose.
         host: what the program around the run knows.
+        memory_budget: bytes a device that linearized products may take; None: half of
+            what is free; 0: everything is differentiated anew for each vector.
 
     Returns:
         The exit status: 0, or 1 where a measurement met a NaN or an infinity.
@@ -87,6 +90,7 @@ def run_analysis(
         load_params=host.load_params,
         state_path=folder.state_path,
         is_primary=host.primary,
+        memory_budget=memory_budget,
     )
     names = [measurement.name for measurement in measurements]
     if not names or len(set(names)) < len(names):
@@ -106,7 +110,11 @@ def run_analysis(
     checks = []
     if None in kept.values():
         checks = preflight.check_objective(
-            objective, context.params, context.key("preflight"), forward=forward
+            objective,
+            context.params,
+            context.key("preflight"),
+            product=context.product("hessian"),
+            forward=forward,
         )
     outcomes = [
         kept[measurement.name] or _measure(measurement, context, folder)
@@ -192,6 +200,7 @@ def _document(context, host, outcomes, checks, measurements) -> dict[str, Any]:
         "num_parameters": trees.dimension(context.params),
         "parameters_left_out": trees.left_out(context.params),
         "environment": environment.describe(host.mesh),
+        "products": context.products,
         "preflight": [to_json(check) for check in checks],
         "measurements": [_entry(outcome) for outcome in outcomes],
         "fingerprint": fingerprint(objective, measurements, context.seed, host),

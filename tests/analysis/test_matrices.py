@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import Objective, matrices
+from t5x_fwdloss.analysis import NonFiniteLossError, Objective, matrices
 from t5x_fwdloss.analysis.token_loss import TokenLoss
 
 from . import toy
@@ -82,11 +82,11 @@ def test_sampled_fisher_is_one_fixed_matrix_and_right_on_average(params, whole):
     np.testing.assert_array_equal(first, again)
     outputs = lambda p, batch, *_: toy.SoftmaxRegression()._compute_logits(p, batch)
     total = float(whole["decoder_loss_weights"].sum())
-    products = matrices.products(lambda *_: 0.0, outputs, TokenLoss(), total)
+    maps = matrices.linear_maps(lambda *_: 0.0, outputs, TokenLoss(), total)
 
     @jax.jit
     def quadratic(index):
-        product = products["sampled_fisher"](params, v, whole, None, index)
+        product = maps["sampled_fisher"].direct(params, v, whole, None, index)
         return ravel_pytree(product)[0] @ direction
 
     draws = np.asarray([quadratic(index) for index in range(200)])
@@ -108,3 +108,35 @@ def test_an_unknown_matrix_and_one_without_logits_are_refused(params, whole):
     )
     with pytest.raises(ValueError, match="the Fisher matrix needs the model's logits"):
         bare.check_matrix("fisher")
+
+
+@pytest.mark.parametrize("matrix", matrices.WORDS)
+def test_linearized_products_are_the_products(params, whole, matrix):
+    found = objective(whole, smoothing=0.1, z_loss=0.05)
+    flat, unravel = ravel_pytree(params)
+    rows = np.random.default_rng(1).normal(size=(2, flat.size))
+    vs = [unravel(jnp.asarray(row)) for row in rows]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *vs)
+    for budget in (None, 0):
+        linear = found.linear_product(matrix, params, budget)
+        together = linear.stacked(stacked)
+        for i, v in enumerate(vs):
+            expected = ravel_pytree(found.matrix_product(matrix, params, v))[0]
+            tolerance = ROUNDING * np.abs(expected).max()
+            alone = ravel_pytree(linear(v))[0]
+            np.testing.assert_allclose(alone, expected, atol=tolerance)
+            row = ravel_pytree(jax.tree.map(lambda x, i=i: x[i], together))[0]
+            np.testing.assert_allclose(row, expected, atol=tolerance)
+    assert linear.how == "0 of 2 batches linearized, 0.0 MiB a device"
+    assert found.linear_product(matrix, params).how.startswith("2 of 2 batches")
+
+
+def test_a_linearized_product_that_is_not_finite_names_batch_and_block(params, whole):
+    whole["features"][8, 0, 0] = np.inf
+    linear = objective(whole).linear_product("hessian", params)
+    v = jax.tree.map(jnp.ones_like, params)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), v)
+    message = "the product with the Hessian must be finite: batch 1 gives nan in dense"
+    for product, argument in ((linear, v), (linear.stacked, stacked)):
+        with pytest.raises(NonFiniteLossError, match=message):
+            product(argument)

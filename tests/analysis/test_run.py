@@ -19,6 +19,7 @@ from t5x_fwdloss.analysis import (
     files,
     lanczos_state,
 )
+from t5x_fwdloss.analysis.linear_product import LinearProduct
 
 from . import runs, toy
 
@@ -140,12 +141,14 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
             with pytest.raises(Killed):
                 runs.run(tmp_path)
         assert not (tmp_path / "results.json").exists()
-    objective, products = runs.objective(), []
-    product = objective.matrix_product
-    monkeypatch.setattr(
-        objective, "matrix_product", lambda *a: products.append(1) or product(*a)
-    )
-    assert runs.run(tmp_path, objective=objective) == 0
+    products, multiply = [], LinearProduct.__call__
+
+    def counted(self, v):
+        products.append(1)
+        return multiply(self, v)
+
+    monkeypatch.setattr(LinearProduct, "__call__", counted)
+    assert runs.run(tmp_path) == 0
     assert numbers_of(tmp_path) == numbers_of(finished_run)
     # Three for the self-check; the ninth step, the first eight being saved; three
     # residuals. The directions were finished before.
@@ -215,11 +218,11 @@ def test_a_nan_stops_its_measurement_and_keeps_the_others(tmp_path, capsys):
     assert "batch 0 gives nan in dense/bias" in failed["reason"]
     assert kept["status"] == "finished"
     assert np.load(tmp_path / "hessian_trace.npz")["samples"].shape == (4,)
-    assert "broken FAILED: the products with the Hessian must be finite" in (
+    assert "broken FAILED: the product with the Hessian must be finite" in (
         capsys.readouterr().out
     )
     assert (
-        "Stopped: the products with the Hessian"
+        "Stopped: the product with the Hessian"
         in (tmp_path / "report.html").read_text()
     )
     # The failed one is tried again; the finished one is kept.

@@ -9,6 +9,7 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
+from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.analysis.progress import Progress
@@ -25,6 +26,8 @@ class Context:
         load_params: path of another checkpoint to its parameters.
         state_path: measurement name to the folder where it may save how far it is.
         is_primary: whether this process writes and shows progress.
+        memory_budget: bytes a device that products may keep; None: half of the free.
+        products: for each matrix used so far, how its products were computed.
     """
 
     objective: Objective
@@ -33,7 +36,12 @@ class Context:
     load_params: Callable[[str], PyTree] | None
     state_path: Callable[[str], epath.Path]
     is_primary: bool = True
-    _gradient: PyTree | None = None
+    memory_budget: int | None = None
+    products: dict[str, str] = dataclasses.field(default_factory=dict)
+    _gradient: PyTree | None = dataclasses.field(default=None, init=False)
+    _linear: tuple[str, LinearProduct] | None = dataclasses.field(
+        default=None, init=False
+    )
 
     @property
     def unit(self) -> str:
@@ -68,10 +76,16 @@ class Context:
             matrix: a name in `matrices.WORDS`.
             block_size: 1, or how many vectors are stacked.
         """
-        objective, params = self.objective, self.params
-        if block_size == 1:
-            return lambda v: objective.matrix_product(matrix, params, v)
-        return lambda vs: objective.matrix_products(matrix, params, vs)
+        if self._linear is None or self._linear[0] != matrix:
+            # What was kept for another matrix is given up first.
+            self._linear = None
+            found = self.objective.linear_product(
+                matrix, self.params, self.memory_budget
+            )
+            self._linear = (matrix, found)
+            self.products[matrix] = found.how
+        product = self._linear[1]
+        return product if block_size == 1 else product.stacked
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Progress of `total` steps, shown by process 0."""

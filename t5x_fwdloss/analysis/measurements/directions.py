@@ -123,7 +123,7 @@ class DirectionalDerivatives:
         objective, params = context.objective, context.params
         _, slope = objective.jvp(params, unit)
         by_gradient = float(trees.inner(context.gradient(), unit))
-        product = objective.hessian_product(params, unit)
+        product = context.product("hessian")(unit)
         curvature = float(trees.inner(unit, product))
         found = {
             "slope": Number(
