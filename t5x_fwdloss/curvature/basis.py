@@ -15,18 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.curvature import shardings as shardings_lib
+from t5x_fwdloss.curvature import trees
 
 HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def _constrain(tree, shardings):
-    leaves, structure = jax.tree.flatten(tree)
-    leaves = [
-        leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
 
 
 def _coefficients(block, w):
@@ -45,7 +37,7 @@ _measure = jax.jit(_coefficients)
 @functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
 def _subtract(w, block, c, *, shardings):
     w = jax.tree.map(jnp.subtract, w, trees.combine(block, c))
-    return _constrain(w, shardings)
+    return shardings_lib.constrain(w, shardings)
 
 
 @functools.partial(jax.jit, static_argnames="shardings")
@@ -58,7 +50,7 @@ def _local_step(w, v, previous, coefficient, *, shardings):
         c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)
         return w.astype(v.dtype) - c * previous - a * v
 
-    w = _constrain(jax.tree.map(one, w, v, previous), shardings)
+    w = shardings_lib.constrain(jax.tree.map(one, w, v, previous), shardings)
     return w, alpha, trees.norm(w)
 
 
@@ -66,13 +58,13 @@ def _local_step(w, v, previous, coefficient, *, shardings):
     jax.jit, static_argnames=("shardings", "stacked"), donate_argnames="block"
 )
 def _write_row(block, index, w, factor, *, shardings, stacked):
-    v = _constrain(trees.scale(factor, w), shardings)
+    v = shardings_lib.constrain(trees.scale(factor, w), shardings)
     block = jax.tree.map(
         lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
         block,
         v,
     )
-    return _constrain(block, stacked), v
+    return shardings_lib.constrain(block, stacked), v
 
 
 @functools.partial(jax.jit, static_argnames="shardings")
@@ -81,7 +73,7 @@ def _read_row(block, index, *, shardings):
         lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False),
         block,
     )
-    return _constrain(v, shardings)
+    return shardings_lib.constrain(v, shardings)
 
 
 @functools.partial(jax.jit, static_argnames="shardings", donate_argnames="total")
@@ -96,7 +88,7 @@ def _add_rotated(total, rotation, block, *, shardings):
         total,
         block,
     )
-    return _constrain(total, shardings)
+    return shardings_lib.constrain(total, shardings)
 
 
 @jax.jit
@@ -108,19 +100,6 @@ def _gram(left, right):
     parts = jax.tree.leaves(jax.tree.map(one, left, right))
     dtype = trees.widest_dtype(*parts)
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
-
-
-@functools.cache  # or every new block would be compiled again
-def _zeros_maker(structure, avals, shardings):
-    out = None
-    if all(sharding is not None for sharding in shardings):
-        out = jax.tree.unflatten(structure, shardings)
-
-    def make():
-        leaves = [jnp.zeros(shape, dtype) for shape, dtype in avals]
-        return jax.tree.unflatten(structure, leaves)
-
-    return jax.jit(make, out_shardings=out)
 
 
 class Basis:
@@ -150,13 +129,13 @@ class Basis:
         self.blocks = []
         self.size = 0
         self._like = jax.eval_shape(lambda tree: tree, like)
-        self.shardings = tuple(map(probes.sharding_of, jax.tree.leaves(like)))
-        self._stacked = tuple(map(probes.stacked_sharding, self.shardings))
+        self.shardings = tuple(map(shardings_lib.sharding_of, jax.tree.leaves(like)))
+        self._stacked = tuple(map(shardings_lib.stacked_sharding, self.shardings))
 
     def _empty(self, rows):
         leaves, structure = jax.tree.flatten(self._like)
         avals = tuple(((rows, *leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
-        return _zeros_maker(structure, avals, self._stacked)()
+        return shardings_lib.zeros(structure, avals, self._stacked)
 
     def _move(self, block, kind):
         return jax.tree.map(

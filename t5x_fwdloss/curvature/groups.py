@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import krylov, probes, trees
+from t5x_fwdloss.curvature import krylov, trees
+from t5x_fwdloss.curvature import shardings as shardings_lib
 
 
 def group_mask(params: PyTree, pattern: str) -> PyTree:
@@ -89,7 +90,7 @@ def restrict(vector: PyTree, mask: PyTree) -> PyTree:
     kept = _restrict(
         leaves,
         flags=tuple(jax.tree.leaves(mask)),
-        shardings=tuple(probes.sharding_of(leaf) for leaf in leaves),
+        shardings=tuple(shardings_lib.sharding_of(leaf) for leaf in leaves),
     )
     return jax.tree.unflatten(structure, kept)
 

@@ -4,12 +4,13 @@ import functools
 import zlib
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.shardings import sharding_of as sharding_of
+from t5x_fwdloss.curvature.shardings import stacked_sharding as stacked_sharding
 
 KINDS = {"rademacher": jax.random.rademacher, "normal": jax.random.normal}
 Key = int | np.integer | Array | np.ndarray
@@ -48,13 +49,6 @@ def as_key(key: Key) -> Array:
 def path_hash(path: str) -> np.uint32:
     """A number for a parameter path, the same in every process: CRC-32 of UTF-8."""
     return np.uint32(zlib.crc32(path.encode("utf-8")))
-
-
-def sharding_of(leaf) -> jax.sharding.Sharding | None:
-    """The leaf's sharding where it is a concrete array, else None."""
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
-        return None
-    return leaf.sharding
 
 
 @functools.cache
@@ -138,28 +132,3 @@ def random_stack(
 def probe_key(key: Key, index: int) -> Array:
     """The key of probe number `index`: `fold_in(key, index)`."""
     return jax.random.fold_in(as_key(key), np.uint32(index))
-
-
-def stacked_sharding(
-    sharding: jax.sharding.Sharding | None,
-) -> jax.sharding.Sharding | None:
-    """The sharding of vectors stacked along a new, unsharded first axis.
-
-    Args:
-      sharding: The sharding of one vector's leaf.
-
-    Returns:
-      The same with one more axis in front; None stays None.
-
-    Raises:
-      TypeError: The sharding is neither named nor of a single device.
-    """
-    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-        return sharding.update(spec=spec)
-    raise TypeError(
-        "The parameters must have a NamedSharding or lie on one device: got "
-        f"{type(sharding).__name__}."
-    )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from t5x_fwdloss.curvature import errors
+from t5x_fwdloss.curvature import errors, shardings
 
 Scalar = float | np.floating | Array
 
@@ -148,12 +148,11 @@ def add(u: PyTree, v: PyTree) -> PyTree:
     return axpy(1.0, u, v)
 
 
-@jax.jit
 def zeros_like(params: PyTree) -> PyTree:
-    """The zero vector of the parameters' float leaves."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, vector_dtype(leaf)), float_part(params)
-    )
+    """The zero vector of the parameters' float leaves, sharded like them."""
+    leaves, structure = jax.tree.flatten(float_part(params))
+    avals = tuple((leaf.shape, vector_dtype(leaf)) for leaf in leaves)
+    return shardings.zeros(structure, avals, tuple(map(shardings.sharding_of, leaves)))
 
 
 @jax.jit

@@ -1,0 +1,84 @@
+"""Where the leaves of vectors live: kept by every operation, stacked or not."""
+
+import functools
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+Sharding = jax.sharding.Sharding
+
+
+def sharding_of(leaf) -> Sharding | None:
+    """The leaf's sharding where it is a concrete array, else None."""
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+        return None
+    return leaf.sharding
+
+
+def stacked_sharding(sharding: Sharding | None) -> Sharding | None:
+    """The sharding of vectors stacked along a new, unsharded first axis.
+
+    Args:
+      sharding: The sharding of one vector's leaf.
+
+    Returns:
+      The same with one more axis in front; None stays None.
+
+    Raises:
+      TypeError: The sharding is neither named nor of a single device, or its mesh has
+        axes of explicit type.
+    """
+    if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        raise TypeError(
+            "The parameters must have a NamedSharding or lie on one device: got "
+            f"{type(sharding).__name__}."
+        )
+    types = set(getattr(sharding.mesh, "axis_types", ()))
+    if types - {jax.sharding.AxisType.Auto}:
+        raise TypeError(
+            "The mesh of the parameters must have axes of type Auto, as T5X's has: got "
+            f"{sharding.mesh.axis_types} (jax.make_mesh takes axis_types)."
+        )
+    spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+    return sharding.update(spec=spec)
+
+
+def constrain(tree: PyTree, shardings: tuple) -> PyTree:
+    """The tree with each leaf kept in its sharding, inside of a traced function."""
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [
+        leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache  # or every call would be compiled again
+def _zeros_maker(structure, avals, shardings):
+    out = None
+    if all(sharding is not None for sharding in shardings):
+        out = jax.tree.unflatten(structure, shardings)
+
+    def make():
+        leaves = [jnp.zeros(shape, dtype) for shape, dtype in avals]
+        return jax.tree.unflatten(structure, leaves)
+
+    return jax.jit(make, out_shardings=out)
+
+
+def zeros(structure, avals: tuple, shardings: tuple) -> PyTree:
+    """A tree of zeros, made where it belongs.
+
+    Args:
+      structure: The tree's structure.
+      avals: Shape and type of each leaf.
+      shardings: Sharding of each leaf, or None.
+
+    Returns:
+      The tree.
+    """
+    return _zeros_maker(structure, avals, shardings)()

@@ -1,0 +1,127 @@
+"""One run of the whole engine on a mesh of forced host devices; see test_mesh.py.
+
+Prints one JSON line per mesh with the numbers and the shardings found. Programs are
+dumped by XLA as text (the caller sets the flag), after its own mark of the mesh.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from t5x_fwdloss import curvature
+
+SHAPES = {
+    "decoder/mlp/wi/kernel": ((32, 64), ("data", "model")),
+    "decoder/mlp/wo/kernel": ((64, 32), ("model", None)),
+    "decoder/norm/scale": ((64,), ("model",)),
+    "token_embedder/embedding": ((64, 24), ("data", None)),
+}
+
+
+def tree_of(leaves):
+    tree = {}
+    for path, leaf in leaves.items():
+        node = tree
+        *parents, last = path.split("/")
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
+
+
+def problem(mesh):
+    """Parameters, and the map diag(d) + u u^T: no gather needed, known spectrum."""
+    params, diagonal, direction = {}, {}, {}
+    for number, (path, (shape, spec)) in enumerate(SHAPES.items()):
+        rng = np.random.default_rng(number)
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        place = lambda x, s=sharding: jax.device_put(x.astype(np.float32), s)
+        params[path] = place(np.zeros(shape))
+        diagonal[path] = place(rng.normal(size=shape) + 3 * (rng.random(shape) < 0.002))
+        direction[path] = place(rng.normal(size=shape) / 20)
+    d, u = tree_of(diagonal), tree_of(direction)
+
+    @jax.jit
+    def matvec(v, d, u):
+        dot = sum(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.sum(a * b), u, v)))
+        return jax.tree.map(lambda d, u, v: d * v + u * dot, d, u, v)
+
+    many = jax.jit(jax.vmap(matvec, in_axes=(0, None, None)))
+    return tree_of(params), lambda v: matvec(v, d, u), lambda vs: many(vs, d, u)
+
+
+def specs(tree):
+    """Axis names by leaf, trailing None left out."""
+    found = []
+    for leaf in jax.tree.leaves(tree):
+        spec = list(leaf.sharding.spec)
+        while spec and spec[-1] is None:
+            spec.pop()
+        found.append([str(axis) for axis in spec])
+    return found
+
+
+def run(mesh):
+    params, matvec, many = problem(mesh)
+    states = []
+    pairs = curvature.eigenpairs(
+        matvec,
+        curvature.random_like(0, params, "normal"),
+        num_largest=3,
+        num_smallest=2,
+        max_steps=60,
+        max_basis=24,
+        tolerance=1e-3,
+        on_step=states.append,
+    )
+    samples = curvature.slq(matvec, params, 0, num_probes=2, num_steps=12)
+    grid = np.linspace(-4, 6, 50)
+    traces = {
+        "hutchinson": curvature.hutchinson_trace(matvec, params, 0, num_probes=3).mean,
+        "block": curvature.hutchinson_trace(
+            many, params, 0, num_probes=4, block_size=4
+        ).mean,
+        "hutchpp": curvature.hutchpp_trace(
+            matvec, params, 0, sketch_size=3, num_probes=3
+        ).mean,
+        "xtrace": curvature.xtrace(matvec, params, 0, num_probes=4).mean,
+    }
+    sums = curvature.probe_estimates(matvec, params, 0, num_probes=3, diagonal=True)
+    mask = curvature.group_mask(params, "decoder/.*")
+    group = curvature.restricted(matvec, mask)(curvature.random_like(1, params))
+    filters = curvature.filter_normalized(pairs.eigenvectors[0], params)
+    block = states[-1].space.basis.blocks[0]
+    vectors = {
+        "probe": curvature.random_like(0, params),
+        "eigenvector": pairs.eigenvectors[0],
+        "diagonal": sums.diagonal,
+        "group": group,
+        "filters": filters,
+        "axpy": curvature.axpy(2.0, pairs.eigenvectors[0], group),
+    }
+    return {
+        "mesh": list(mesh.devices.shape),
+        "eigenvalues": pairs.eigenvalues.tolist(),
+        "residuals": pairs.residuals.tolist(),
+        "converged": pairs.converged,
+        "num_restarts": pairs.num_restarts,
+        "traces": traces,
+        "frobenius": sums.frobenius_norm,
+        "density": curvature.density(samples, grid, width=0.3).mean.tolist(),
+        "params": specs(params),
+        "vectors": {name: specs(vector) for name, vector in vectors.items()},
+        "block": specs(block),
+    }
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        shape = tuple(int(size) for size in text.split("x"))
+        devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+        mesh = jax.sharding.Mesh(devices, ("data", "model"))
+        sys.stdout.write(json.dumps(run(mesh)) + "\n")
+        sys.stdout.flush()
