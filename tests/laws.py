@@ -94,6 +94,8 @@ REVERSE = {
     )(x),
 }
 LAWS = {**REVERSE, **FORWARD}
+FIRST_ORDER = ("value", "grad", "vjp", "jvp")
+COMPOSED = ("jvp(jvp)", "grad(grad)", "jvp of vmap", "vjp of scan", "vjp of remat")
 ESSENTIAL = ("value", "grad", "vjp", "jvp(grad)", "jvp", "grad(jvp)")
 # What a custom_vjp cannot do. The words depend on the composition, and on which of jax's
 # two implementations of custom_vjp runs (the flag jax_custom_vjp3 chooses).

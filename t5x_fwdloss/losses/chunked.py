@@ -163,8 +163,10 @@ def _token_losses(
     # Padded positions are cut off again, token by token, before anything is summed.
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
     labels = jnp.pad(jnp.asarray(targets), ((0, 0), (0, padding)))
-    # A head in bfloat16 would have its gradient summed over chunks in bfloat16.
+    # Else a head in bfloat16 would have its gradient summed over chunks in bfloat16, and
+    # hidden states the several parts of theirs.
     head = head.astype(accumulation_dtype(head.dtype))
+    hidden = hidden.astype(accumulation_dtype(hidden.dtype))
     settings = HeadSettings(
         size,
         label_smoothing,

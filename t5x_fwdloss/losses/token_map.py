@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-BLOCK_ELEMENTS = 2**20  # of the widest array in a block: it should stay in the cache
+BLOCK_ELEMENTS = 2**17  # of the widest array in a block: it should stay in the cache
 
 
 # A map over tokens: `program(residuals, linear) -> results`, lists of `[tokens, ...]`.
@@ -77,7 +77,7 @@ def _at_once(*args, program, num_residuals):
 
 
 def _by_blocks(*args, program, num_residuals):
-    """A loop over blocks of tokens, each block's results written in their place."""
+    """A loop over blocks of tokens, each block's results written where they belong."""
     at_once = functools.partial(_at_once, program=program, num_residuals=num_residuals)
     num_tokens = args[0].shape[0]
     size = block_size(num_tokens, max(arg.size for arg in args))
@@ -87,19 +87,38 @@ def _by_blocks(*args, program, num_residuals):
     # zeros depend on nothing, and would be laid down long before the arguments are.
     firsts = [arg[(0,) * arg.ndim].astype(jnp.float32) for arg in args]
     seed = jnp.sum(jnp.stack(firsts))
+    shapes = jax.eval_shape(at_once, *args)
+    homes = [_home(args, shape) for shape in shapes]
     wholes = [
-        jnp.full(result.shape, seed.astype(result.dtype))
-        for result in jax.eval_shape(at_once, *args)
+        jnp.full(shape.shape, seed.astype(shape.dtype)) if home is None else args[home]
+        for shape, home in zip(shapes, homes, strict=True)
     ]
 
     def write_block(index, wholes):
         start = index * size
+        current = list(args)
+        for home, whole in zip(homes, wholes, strict=True):
+            if home is not None:
+                current[home] = whole
         take = lambda arg: jax.lax.dynamic_slice_in_dim(arg, start, size)
-        results = at_once(*map(take, args))
+        results = at_once(*map(take, current))
         put = lambda w, r: jax.lax.dynamic_update_slice_in_dim(w, r, start, 0)
         return list(map(put, wholes, results))
 
     return jax.lax.fori_loop(0, num_tokens // size, write_block, wholes)
+
+
+def _home(args, shape):
+    """Which argument a result may overwrite, block by block, if any.
+
+    In a second derivative the last wide argument is the tangent of the logits, and this
+    map the last to read it. A lone wide argument is the logits, which others still read.
+    """
+    wide = [i for i, arg in enumerate(args) if arg.ndim > 1]
+    if len(wide) < 2:
+        return None
+    last = args[wide[-1]]
+    return wide[-1] if (last.shape, last.dtype) == (shape.shape, shape.dtype) else None
 
 
 def block_size(num_tokens: int, num_elements: int) -> int:

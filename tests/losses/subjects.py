@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,13 @@ import numpy as np
 import oracles
 
 from t5x_fwdloss import losses
+from t5x_fwdloss.losses import token_map
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 from t5x_fwdloss.losses.targets import dense_targets, entropy_of_targets
 
-BATCH, LENGTH, VOCAB = 2, 3, 5
+BATCH, LENGTH, EMBED, VOCAB = 2, 3, 4, 5
+CHUNK_LENGTH, SCALE = 2, 0.5
+BLOCK_ELEMENTS = 2 * VOCAB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Subject:
     logits: Callable[[Any], jax.Array]
     draw: Callable[..., Any]
     is_t5x_rule: bool = False
+    in_blocks: bool = False
 
     @property
     def laws(self) -> tuple[str, ...]:
@@ -68,22 +73,64 @@ def on_dense_targets(logits, labels, weights, settings, *, impl):
     return jnp.sum(loss), jnp.sum(z_term)
 
 
+def on_hidden_states(x, labels, weights, settings, *, impl, tied):
+    result = losses.chunked_weighted_cross_entropy(
+        x[0],
+        x[1],
+        labels,
+        weights,
+        settings.label_smoothing,
+        settings.z_loss,
+        settings.factor,
+        chunk_length=CHUNK_LENGTH,
+        impl=impl,
+        tied=tied,
+        scale=SCALE,
+    )
+    return result.loss, result.z_loss
+
+
 def draw_logits(key, vocab_size=VOCAB):
     return 3 * jax.random.normal(key, (BATCH, LENGTH, vocab_size), jnp.float64)
 
 
-def _plain(loss, impl):
+def draw_hidden_and_head(key, *, tied):
+    keys = jax.random.split(key, 2)
+    hidden = 2 * jax.random.normal(keys[0], (BATCH, LENGTH, EMBED), jnp.float64)
+    head = jax.random.normal(keys[1], (EMBED, VOCAB), jnp.float64)
+    return hidden, head.T if tied else head
+
+
+def logits_of_hidden(x, *, tied):
+    hidden, head = (leaf.astype(jnp.float64) for leaf in x)
+    return SCALE * hidden @ (head.T if tied else head)
+
+
+def _plain(loss, impl, *, in_blocks=False):
     return Subject(
         loss=functools.partial(loss, impl=impl),
         logits=lambda x: x,
         draw=draw_logits,
+        is_t5x_rule=impl == "custom_vjp",
+        in_blocks=in_blocks,
+    )
+
+
+def _chunked(impl, *, tied=False):
+    return Subject(
+        loss=functools.partial(on_hidden_states, impl=impl, tied=tied),
+        logits=functools.partial(logits_of_hidden, tied=tied),
+        draw=functools.partial(draw_hidden_and_head, tied=tied),
         is_t5x_rule=impl == "custom_vjp",
     )
 
 
 SUBJECTS = {
     **{impl: _plain(on_logits, impl) for impl in losses.IMPLEMENTATIONS},
+    "custom_jvp in blocks": _plain(on_logits, "custom_jvp", in_blocks=True),
     "custom_jvp on dense targets": _plain(on_dense_targets, "custom_jvp"),
+    **{f"chunked {impl}": _chunked(impl) for impl in losses.IMPLEMENTATIONS},
+    "chunked custom_jvp, tied": _chunked("custom_jvp", tied=True),
 }
 
 
@@ -143,7 +190,9 @@ def check_laws(name, settings, x, labels, weights, *, names=None, dtype=jnp.floa
     low = None if weights is None else jnp.asarray(weights)
     if low is not None and jnp.issubdtype(low.dtype, jnp.floating):
         low = low.astype(accumulation_dtype(dtype))
-    got = actual(x, labels, low, *directions)
+    size = BLOCK_ELEMENTS if subject.in_blocks else token_map.BLOCK_ELEMENTS
+    with unittest.mock.patch.object(token_map, "BLOCK_ELEMENTS", size):
+        got = actual(x, labels, low, *directions)
     wide = [cast(tree, jnp.float64) for tree in (x, *directions)]
     want = expected(wide[0], labels, low, *wide[1:])
     laws.assert_laws_hold(got, want, wide[0], accumulation_dtype(dtype))
