@@ -14,6 +14,7 @@ import os
 import typing
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import operators, products, trees
@@ -129,7 +130,8 @@ class AmortizedProduct:
         self._params = params
         self._args = list(batches)
         self._factor = factor
-        linearize = jax.jit(linear_map.linearize)
+        self._linearize = jax.jit(linear_map.linearize)
+        self._compiled: dict = {}
         self._apply = jax.jit(linear_map.apply)
         self._direct = jax.jit(linear_map.direct)
         self._apply_many = jax.jit(
@@ -141,9 +143,18 @@ class AmortizedProduct:
         self._residuals = []
         self.batches: list[BatchRecord] = []
         for args in self._args:
-            self._add(linearize, args, int(budget))
+            self._add(args, int(budget))
+        self._compiled.clear()
 
-    def _add(self, linearize, args, budget):
+    def _program(self, args):
+        """The compiled linearization, once for all batches of the same shapes."""
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self._linearize.lower(self._params, *args).compile()
+        return self._compiled[key]
+
+    def _add(self, args, budget):
         used = sum(
             record.residual_bytes for record in self.batches if record.linearized
         )
@@ -151,14 +162,14 @@ class AmortizedProduct:
             self._residuals.append(None)
             self.batches.append(BatchRecord(False, 0, "no memory budget"))
             return
-        compiled = linearize.lower(self._params, *args).compile()
+        compiled = self._program(args)
         analysis = compiled.memory_analysis()
         need = int(getattr(analysis, "output_size_in_bytes", 0))
         fits = used + need <= budget
         sentence = (
             f"residuals of {need} bytes, {used} already held, budget {budget} bytes"
         )
-        self._residuals.append(linearize(self._params, *args) if fits else None)
+        self._residuals.append(compiled(self._params, *args) if fits else None)
         self.batches.append(BatchRecord(fits, need, sentence))
 
     @property

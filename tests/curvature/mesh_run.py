@@ -13,12 +13,13 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature import shardings
 
 SHAPES = {
     "decoder/mlp/wi/kernel": ((32, 64), ("data", "model")),
     "decoder/mlp/wo/kernel": ((64, 32), ("model", None)),
-    "decoder/norm/scale": ((64,), ("model",)),
-    "token_embedder/embedding": ((64, 24), ("data", None)),
+    "decoder/norm/scale": ((40,), ("model",)),
+    "token_embedder/embedding": ((64, 24), ("model", "data")),
 }
 
 
@@ -54,15 +55,17 @@ def problem(mesh):
     return tree_of(params), lambda v: matvec(v, d, u), lambda vs: many(vs, d, u)
 
 
-def specs(tree):
-    """Axis names by leaf, trailing None left out."""
-    found = []
-    for leaf in jax.tree.leaves(tree):
-        spec = list(leaf.sharding.spec)
-        while spec and spec[-1] is None:
-            spec.pop()
-        found.append([str(axis) for axis in spec])
-    return found
+def kept(tree, params, stacked=False):
+    """For each leaf, whether it is sharded like the parameter."""
+    return [
+        leaf.sharding.is_equivalent_to(
+            shardings.stacked_sharding(param.sharding) if stacked else param.sharding,
+            leaf.ndim,
+        )
+        for leaf, param in zip(
+            jax.tree.leaves(tree), jax.tree.leaves(params), strict=True
+        )
+    ]
 
 
 def run(mesh):
@@ -73,9 +76,9 @@ def run(mesh):
         curvature.random_like(0, params, "normal"),
         num_largest=3,
         num_smallest=2,
-        max_steps=60,
-        max_basis=24,
-        tolerance=1e-3,
+        max_steps=40,
+        max_basis=16,
+        tolerance=3e-3,
         on_step=states.append,
     )
     samples = curvature.slq(matvec, params, 0, num_probes=2, num_steps=12)
@@ -112,9 +115,8 @@ def run(mesh):
         "traces": traces,
         "frobenius": sums.frobenius_norm,
         "density": curvature.density(samples, grid, width=0.3).mean.tolist(),
-        "params": specs(params),
-        "vectors": {name: specs(vector) for name, vector in vectors.items()},
-        "block": specs(block),
+        "kept": {name: kept(vector, params) for name, vector in vectors.items()}
+        | {"block": kept(block, params, stacked=True)},
     }
 
 
