@@ -4,6 +4,7 @@
 `--gin_search_paths`. What goes wrong is said in a sentence and ends with status 1.
 """
 
+import inspect
 import logging as python_logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -53,20 +54,7 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
         tf.config.set_visible_devices([], "GPU")  # they are JAX's
-        configured: Callable[..., Any] = gin.configurable(function)
-        try:
-            parse(flags.FLAGS, run_file, macros)
-            arguments: dict[str, Any] = {"config_text": gin.config_str()}
-            result = configured(**arguments)
-            return result if isinstance(result, int) else 0
-        except Exception as error:
-            entered = gin_sentences.entered(error, function)
-            ours = gin_sentences.raised_by_package(error)
-            if entered and not (ours or isinstance(error, FloatingPointError)):
-                raise
-            words = gin_sentences.own_words if entered else gin_sentences.sentence
-            sys.stderr.write(f"{function.__name__}: {words(error)}\n")
-            return 1
+        return attempt(function, flags.FLAGS, run_file, macros)
 
     try:
         argv = rewrite_gin_flags(sys.argv)
@@ -75,8 +63,37 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
     app.run(main, argv=argv)
 
 
-def parse(values: flags.FlagValues, run_file: str, macros: Mapping[str, str]) -> None:
-    """Reads the gin files and bindings.
+def attempt(
+    function: Callable[..., Any], values: Any, run_file: str, macros: Mapping[str, str]
+) -> int:
+    """Reads gin as the flags say and calls the function; returns the exit status.
+
+    What this package refuses is written to standard error, as is what gin refuses; any
+    other exception of the function itself is a bug and is raised.
+
+    Args:
+        function: as in `run`.
+        values: has `gin_file`, `gin_bindings` and `gin_search_paths`.
+        run_file: as in `run`.
+        macros: as in `run`.
+    """
+    try:
+        configured = parse(function, values, run_file, macros)
+        result = configured(config_text=gin.config_str())
+        return result if isinstance(result, int) else 0
+    except Exception as error:
+        entered = gin_sentences.entered(error, inspect.unwrap(function))
+        if entered and not _is_refusal(error):
+            raise
+        words = gin_sentences.own_words if entered else gin_sentences.sentence
+        sys.stderr.write(f"{function.__name__}: {words(error)}\n")
+        return 1
+
+
+def parse(
+    function: Callable[..., Any], values: Any, run_file: str, macros: Mapping[str, str]
+) -> Callable[..., Any]:
+    """Reads the gin files and bindings; returns the function with what they bind.
 
     Raises:
         ValueError: if the run file or the value of a required macro is missing.
@@ -88,6 +105,13 @@ def parse(values: flags.FlagValues, run_file: str, macros: Mapping[str, str]) ->
     gin.parse_config_files_and_bindings(
         values.gin_file, values.gin_bindings, finalize_config=False
     )
+    try:
+        configured = gin.get_configurable(function)
+    except ValueError:
+        raise ValueError(
+            f"No gin file configures {function.__name__}: add --gin_file={run_file} "
+            "before the others."
+        ) from None
     unset = [f"{name} ({eg})" for name, eg in macros.items() if _unset(name)]
     if unset:
         raise ValueError(
@@ -95,6 +119,14 @@ def parse(values: flags.FlagValues, run_file: str, macros: Mapping[str, str]) ->
             "come after the run file, which resets it."
         )
     gin.finalize()
+    return configured
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a check said what must hold; a TypeError of ours would be a bug."""
+    if isinstance(error, FloatingPointError):
+        return True
+    return isinstance(error, ValueError) and gin_sentences.raised_by_package(error)
 
 
 def _unset(macro: str) -> bool:
