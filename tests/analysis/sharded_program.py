@@ -51,7 +51,9 @@ def main():
     v = objective.gradient(params)
     stacked = jax.tree.map(lambda x: jax.numpy.stack([x, 2 * x]), v)
     several = objective.hessian_products(params, stacked)
+    linear = objective.linear_product("hessian", params)
     kept = {
+        "linear_product": spec(linear(v)) == spec(params),
         "gradient": spec(v) == spec(params),
         "hessian_product": spec(objective.hessian_product(params, v)) == spec(params),
         "gauss_newton_product": spec(objective.gauss_newton_product(params, v))

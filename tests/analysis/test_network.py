@@ -77,29 +77,3 @@ def test_the_trace_lies_within_four_standard_errors(objective, params, dense, tm
     found = HessianTrace(num_probes=60, block_size=1)
     number = found.run(context(objective, params, tmp_path)).numbers["trace"]
     assert abs(number.value - np.trace(dense)) <= 4 * number.error
-
-
-def test_gauss_newton_is_the_hessian_without_the_second_derivative_of_the_network(
-    objective, params
-):
-    # Where the network is replaced by its linearization at the parameters, the Hessian
-    # of the loss is the Gauss-Newton matrix.
-    model = tiny_t5.model()
-    flat, unravel = ravel_pytree(params)
-    v = np.random.default_rng(0).normal(size=flat.shape).astype(np.float32)
-
-    def linear_loss(x, batch):
-        apply = lambda y: model._compute_logits(unravel(y), batch)
-        logits, logits_dot = jax.jvp(apply, (flat,), (x - flat,))
-        linear = tiny_t5.model()
-        linear._compute_logits = lambda *_, **__: logits + logits_dot
-        return linear.loss_sum(params, batch)[0] / objective.W
-
-    def product(x):
-        gradient = jax.grad(lambda y: sum(linear_loss(y, b) for b in objective.batches))
-        return jax.jvp(gradient, (x,), (v,))[1]
-
-    with jax.default_matmul_precision("highest"):
-        expected = np.asarray(jax.jit(product)(flat))
-    found = ravel_pytree(objective.gauss_newton_product(params, unravel(v)))[0]
-    np.testing.assert_allclose(found, expected, atol=ROUNDING * np.abs(expected).max())

@@ -1,5 +1,7 @@
 """Densities, traces by group, diagonals and the comparison of losses."""
 
+import copy
+
 import numpy as np
 import pytest
 from etils import epath
@@ -23,15 +25,25 @@ from . import runs, toy
 SIZE = (toy.FEATURES + 1) * toy.CLASSES
 
 
-@pytest.fixture
-def context(tmp_path):
-    return Context(
+@pytest.fixture(scope="module")
+def shared():
+    """A context whose compiled products serve all tests here."""
+    context = Context(
         objective=runs.objective(z_loss=0.01),
         params=toy.parameters(),
         seed=runs.SEED,
         load_params=None,
-        state_path=lambda name: epath.Path(tmp_path) / name,
+        state_path=lambda name: epath.Path(name),
     )
+    context.product("hessian")
+    return context
+
+
+@pytest.fixture
+def context(shared, tmp_path):
+    found = copy.copy(shared)
+    found.state_path = lambda name: epath.Path(tmp_path) / name
+    return found
 
 
 @pytest.fixture
@@ -210,6 +222,7 @@ def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypa
 def test_a_comparison_needs_known_names_and_a_model(context):
     with pytest.raises(ValueError, match="fast"):
         LossComparison(implementations=("fast",)).validate(context)
+    context.objective = copy.copy(context.objective)
     context.objective.model = None
     with pytest.raises(ValueError, match="was not made by Objective.from_model"):
         LossComparison().validate(context)
