@@ -8,98 +8,15 @@ host memory: then one block at a time visits the device.
 """
 
 import copy
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from t5x_fwdloss.curvature import blocks as block_ops
 from t5x_fwdloss.curvature import shardings as shardings_lib
 from t5x_fwdloss.curvature import trees
-
-HIGHEST = jax.lax.Precision.HIGHEST
-
-
-def _coefficients(block, w):
-    def one(rows, leaf):
-        axes = tuple(range(1, rows.ndim)), tuple(range(leaf.ndim))
-        return jax.lax.dot_general(rows, leaf, (axes, ((), ())), precision=HIGHEST)
-
-    parts = jax.tree.leaves(jax.tree.map(one, block, w))
-    dtype = trees.widest_dtype(*parts)
-    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
-
-
-_measure = jax.jit(_coefficients)
-
-
-@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
-def _subtract(w, block, c, *, shardings):
-    w = jax.tree.map(jnp.subtract, w, trees.combine(block, c))
-    return shardings_lib.constrain(w, shardings)
-
-
-@functools.partial(jax.jit, static_argnames="shardings")
-def _local_step(w, v, previous, coefficient, *, shardings):
-    """The three-term recurrence: w - c v_previous - <v, w> v, <v, w>, new norm."""
-    # <v, previous> is rounding, but it would enter alpha multiplied by c.
-    alpha = trees.inner(v, w) - coefficient * trees.inner(v, previous)
-
-    def one(w, v, previous):
-        c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)
-        return w.astype(v.dtype) - c * previous - a * v
-
-    w = shardings_lib.constrain(jax.tree.map(one, w, v, previous), shardings)
-    return w, alpha, trees.norm(w)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("shardings", "stacked"), donate_argnames="block"
-)
-def _write_row(block, index, w, factor, *, shardings, stacked):
-    v = shardings_lib.constrain(trees.scale(factor, w), shardings)
-    block = jax.tree.map(
-        lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
-        block,
-        v,
-    )
-    return shardings_lib.constrain(block, stacked), v
-
-
-@functools.partial(jax.jit, static_argnames="shardings")
-def _read_row(block, index, *, shardings):
-    v = jax.tree.map(
-        lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False),
-        block,
-    )
-    return shardings_lib.constrain(v, shardings)
-
-
-@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="total")
-def _add_rotated(total, rotation, block, *, shardings):
-    total = jax.tree.map(
-        lambda out, rows: (
-            out
-            + jnp.einsum(
-                "nk,k...->n...", rotation.astype(rows.dtype), rows, precision=HIGHEST
-            )
-        ),
-        total,
-        block,
-    )
-    return shardings_lib.constrain(total, shardings)
-
-
-@jax.jit
-def _gram(left, right):
-    def one(a, b):
-        axes = tuple(range(1, a.ndim))
-        return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), precision=HIGHEST)
-
-    parts = jax.tree.leaves(jax.tree.map(one, left, right))
-    dtype = trees.widest_dtype(*parts)
-    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
 class Basis:
@@ -157,7 +74,7 @@ class Basis:
             if self.on_host and self.blocks:
                 self.blocks[-1] = self._move(self.blocks[-1], "pinned_host")
             self.blocks.append(self._empty(self.rows_per_block))
-        self.blocks[number], v = _write_row(
+        self.blocks[number], v = block_ops.write_row(
             self.blocks[number],
             row,
             w,
@@ -171,11 +88,11 @@ class Basis:
     def row(self, index: int) -> PyTree:
         """Vector number `index`."""
         number, row = divmod(index, self.rows_per_block)
-        return _read_row(self._fetch(number), row, shardings=self.shardings)
+        return block_ops.read_row(self._fetch(number), row, shardings=self.shardings)
 
     def coefficients(self, w: PyTree) -> Float[np.ndarray, " size"]:
         """The inner products of `w` with all vectors, float64 on the host; one read."""
-        parts = [_measure(self._fetch(i), w) for i in range(len(self.blocks))]
+        parts = [block_ops.measure(self._fetch(i), w) for i in range(len(self.blocks))]
         parts = [np.asarray(part, np.float64) for part in parts]
         return np.concatenate([*parts, np.zeros(0)])[: self.size]
 
@@ -185,7 +102,7 @@ class Basis:
         padded[: self.size] = coefficients
         dtype = trees.widest_dtype(*jax.tree.leaves(w))
         for number, part in enumerate(padded.reshape(len(self.blocks), -1)):
-            w = _subtract(
+            w = block_ops.subtract(
                 w,
                 self._fetch(number),
                 jnp.asarray(part, dtype),
@@ -196,7 +113,7 @@ class Basis:
     def combination(self, coefficients: np.ndarray) -> PyTree:
         """The vector with the given coefficients, `[size]`."""
         stacked = self._rotate(np.asarray(coefficients)[:, None])
-        return _read_row(stacked, 0, shardings=self.shardings)
+        return block_ops.read_row(stacked, 0, shardings=self.shardings)
 
     def _rotate(self, rotation):
         """Stacked vectors, the columns of `rotation` `[size, n]`."""
@@ -207,7 +124,7 @@ class Basis:
             rows = slice(
                 number * self.rows_per_block, (number + 1) * self.rows_per_block
             )
-            total = _add_rotated(
+            total = block_ops.add_rotated(
                 total,
                 jnp.asarray(
                     padded[rows].T, trees.widest_dtype(*jax.tree.leaves(total))
@@ -276,7 +193,7 @@ class Basis:
             left = self._fetch(i)
             rows.append(
                 [
-                    np.asarray(_gram(left, self._fetch(j)), np.float64)
+                    np.asarray(block_ops.gram(left, self._fetch(j)), np.float64)
                     for j in range(len(self.blocks))
                 ]
             )
@@ -288,4 +205,6 @@ class Basis:
         self, w: PyTree, v: PyTree, previous: PyTree, coefficient: float
     ) -> tuple[PyTree, Array, Array]:
         """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm."""
-        return _local_step(w, v, previous, coefficient, shardings=self.shardings)
+        return block_ops.local_step(
+            w, v, previous, coefficient, shardings=self.shardings
+        )

@@ -133,6 +133,21 @@ def test_clusters_keep_the_basis_orthogonal():
     assert np.abs(q @ q.T - np.eye(len(q))).max() <= bound
 
 
+def test_what_cancellation_leaves_is_orthogonalized_again():
+    # Nearly all of A q_0 lies along q_1: one pass leaves 1e5 eps of it in the rest.
+    _, q = problems.symmetric(np.ones(12), seed=4)
+    small, _ = problems.symmetric(GENERAL, seed=5)
+    matrix = 1e5 * (np.outer(q[:, 0], q[:, 1]) + np.outer(q[:, 1], q[:, 0])) + small
+    space = krylov.Krylov(start())
+    for i in range(2):
+        assert space.add_start(problems.unflatten(q[:, i]))
+    length = space.expand(problems.matvec_of(matrix))
+    assert 1 < length < 10
+    assert space.num_passes[1] == 1
+    gram = space.basis.gram()
+    assert np.abs(gram - np.eye(3)).max() <= 2 * EPS**krylov.OVERLAP_POWER
+
+
 def test_orthogonality_holds_over_many_steps():
     rng = np.random.default_rng(0)
     shapes = {"kernel": (20, 15)}
@@ -223,3 +238,29 @@ def test_a_run_goes_on_from_its_saved_state_to_the_bit(stop):
     np.testing.assert_array_equal(whole.alphas, again.alphas)
     np.testing.assert_array_equal(whole.betas, again.betas)
     np.testing.assert_array_equal(rows(whole.basis), rows(again.basis))
+
+
+def test_a_longer_run_compiles_nothing_new():
+    # A shape that no other test has, so that the first run has to compile.
+    shapes = {"kernel": (3, 19)}
+    matrix, _ = problems.symmetric(np.linspace(-1, 2, 57))
+    product = problems.matvec_of(matrix)
+    one, other = np.random.default_rng(0).normal(size=(2, 57))
+    options = {"num_largest": 2, "num_smallest": 2, "tolerance": 1e-9}
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if "backend_compile" in event:
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        vector = problems.unflatten(one, shapes=shapes)
+        curvature.eigenpairs(product, vector, max_steps=30, **options)
+        before = len(compiled)
+        assert before > 0
+        vector = problems.unflatten(other, shapes=shapes)
+        curvature.eigenpairs(product, vector, max_steps=57, **options)
+        assert len(compiled) == before
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

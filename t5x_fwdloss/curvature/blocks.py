@@ -1,0 +1,105 @@
+"""Compiled operations on one block of stacked vectors; `basis` drives them.
+
+A block is a tree whose leaves are `[rows, ...]`. Sums over a leaf are contractions, so
+that a sharded leaf is summed where it lies and only `[rows]` numbers are exchanged.
+Every function takes the shardings that its results must keep.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from t5x_fwdloss.curvature import shardings as shardings_lib
+from t5x_fwdloss.curvature import trees
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def coefficients(block, w):
+    """The inner products of a vector with the rows, `[rows]`; traced."""
+
+    def one(rows, leaf):
+        axes = tuple(range(1, rows.ndim)), tuple(range(leaf.ndim))
+        return jax.lax.dot_general(rows, leaf, (axes, ((), ())), precision=HIGHEST)
+
+    parts = jax.tree.leaves(jax.tree.map(one, block, w))
+    dtype = trees.widest_dtype(*parts)
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+
+
+measure = jax.jit(coefficients)
+
+
+@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
+def subtract(w, block, c, *, shardings):
+    """The vector minus the rows times their coefficients; reuses its memory."""
+    w = jax.tree.map(jnp.subtract, w, trees.combine(block, c))
+    return shardings_lib.constrain(w, shardings)
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def local_step(w, v, previous, coefficient, *, shardings):
+    """The three-term recurrence: w - c v_previous - <v, w> v, <v, w>, new norm."""
+    # <v, previous> is rounding, but it would enter alpha multiplied by c.
+    alpha = trees.inner(v, w) - coefficient * trees.inner(v, previous)
+
+    def one(w, v, previous):
+        c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)
+        return w.astype(v.dtype) - c * previous - a * v
+
+    w = shardings_lib.constrain(jax.tree.map(one, w, v, previous), shardings)
+    return w, alpha, trees.norm(w)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("shardings", "stacked"), donate_argnames="block"
+)
+def write_row(block, index, w, factor, *, shardings, stacked):
+    """The block with a row set to `factor * w`, and that row; reuses the block."""
+    v = shardings_lib.constrain(trees.scale(factor, w), shardings)
+    block = jax.tree.map(
+        lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
+        block,
+        v,
+    )
+    return shardings_lib.constrain(block, stacked), v
+
+
+@functools.partial(jax.jit, static_argnames="shardings")
+def read_row(block, index, *, shardings):
+    """One row as a vector."""
+    v = jax.tree.map(
+        lambda rows: jax.lax.dynamic_index_in_dim(rows, index, 0, keepdims=False),
+        block,
+    )
+    return shardings_lib.constrain(v, shardings)
+
+
+@functools.partial(jax.jit, static_argnames="shardings", donate_argnames="total")
+def add_rotated(total, rotation, block, *, shardings):
+    """Stacked vectors plus `rotation` `[n, rows]` times the block."""
+    total = jax.tree.map(
+        lambda out, rows: (
+            out
+            + jnp.einsum(
+                "nk,k...->n...", rotation.astype(rows.dtype), rows, precision=HIGHEST
+            )
+        ),
+        total,
+        block,
+    )
+    return shardings_lib.constrain(total, shardings)
+
+
+@jax.jit
+def gram(left, right):
+    """The inner products of all rows of two blocks."""
+
+    def one(a, b):
+        axes = tuple(range(1, a.ndim))
+        return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), precision=HIGHEST)
+
+    parts = jax.tree.leaves(jax.tree.map(one, left, right))
+    dtype = trees.widest_dtype(*parts)
+    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
