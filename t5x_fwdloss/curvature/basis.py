@@ -63,8 +63,7 @@ class Basis:
     def _fetch(self, number):
         block = self.blocks[number]
         if self.on_host and number < len(self.blocks) - 1:
-            device = next(iter(jax.tree.leaves(block)[0].sharding.device_set))
-            return self._move(block, device.default_memory().kind)
+            return self._move(block, jax.local_devices()[0].default_memory().kind)
         return block
 
     def append(self, w: PyTree, factor: float) -> PyTree:
@@ -92,7 +91,10 @@ class Basis:
 
     def coefficients(self, w: PyTree) -> Float[np.ndarray, " size"]:
         """The inner products of `w` with all vectors, float64 on the host; one read."""
-        parts = [block_ops.measure(self._fetch(i), w) for i in range(len(self.blocks))]
+        parts = [
+            block_ops.measure(self._fetch(i), w, shardings=self.shardings)
+            for i in range(len(self.blocks))
+        ]
         parts = [np.asarray(part, np.float64) for part in parts]
         return np.concatenate([*parts, np.zeros(0)])[: self.size]
 
@@ -193,7 +195,10 @@ class Basis:
             left = self._fetch(i)
             rows.append(
                 [
-                    np.asarray(block_ops.gram(left, self._fetch(j)), np.float64)
+                    np.asarray(
+                        block_ops.gram(left, self._fetch(j), shardings=self.shardings),
+                        np.float64,
+                    )
                     for j in range(len(self.blocks))
                 ]
             )

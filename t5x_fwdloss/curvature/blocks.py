@@ -28,7 +28,10 @@ def coefficients(block, w):
     return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
 
 
-measure = jax.jit(coefficients)
+@functools.partial(jax.jit, static_argnames="shardings")
+def measure(block, w, *, shardings):
+    """The same, to be read on the host."""
+    return shardings_lib.replicate(coefficients(block, w), shardings)
 
 
 @functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
@@ -92,8 +95,8 @@ def add_rotated(total, rotation, block, *, shardings):
     return shardings_lib.constrain(total, shardings)
 
 
-@jax.jit
-def gram(left, right):
+@functools.partial(jax.jit, static_argnames="shardings")
+def gram(left, right, *, shardings):
     """The inner products of all rows of two blocks."""
 
     def one(a, b):
@@ -102,4 +105,5 @@ def gram(left, right):
 
     parts = jax.tree.leaves(jax.tree.map(one, left, right))
     dtype = trees.widest_dtype(*parts)
-    return functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+    total = functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+    return shardings_lib.replicate(total, shardings)

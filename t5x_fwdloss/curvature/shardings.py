@@ -57,6 +57,15 @@ def constrain(tree: PyTree, shardings: tuple) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def replicate(numbers, shardings: tuple):
+    """A small array made whole on every device, so that every process can read it."""
+    named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    if not named:
+        return numbers
+    whole = named[0].update(spec=jax.sharding.PartitionSpec())
+    return jax.lax.with_sharding_constraint(numbers, whole)
+
+
 @functools.cache  # or every call would be compiled again
 def _zeros_maker(structure, avals, shardings):
     out = None
