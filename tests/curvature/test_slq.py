@@ -122,7 +122,14 @@ def test_a_killed_run_ends_with_the_same_bits(stop):
     options = {"num_probes": 3, "num_steps": 6}
     whole = curvature.slq(product, params(), 1, on_step=save, **options)
     state = curvature.SlqState.from_saved(params(), **saved)
-    again = curvature.slq(product, params(), 1, state=state, **options)
+    calls = []
+
+    def counted(v):
+        calls.append(1)
+        return product(v)
+
+    again = curvature.slq(counted, params(), 1, state=state, **options)
+    assert len(calls) == 18 - stop  # no step is taken twice
     for one, other in zip(whole.nodes, again.nodes, strict=True):
         np.testing.assert_array_equal(one, other)
     for one, other in zip(whole.weights, again.weights, strict=True):
