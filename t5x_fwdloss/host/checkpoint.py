@@ -139,8 +139,11 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
             tree = getattr(metadata, "tree", metadata)
             return _shapes(tree.get("target", {}))
     if (root / "checkpoint").exists():
-        state_dict = checkpoints.load_t5x_checkpoint(path, lazy_parameters=True)
-        return _shapes(state_dict["target"])
+        try:
+            found = checkpoints.load_t5x_checkpoint(path, lazy_parameters=True)
+        except (AttributeError, KeyError, ValueError):
+            return None  # a format that only T5X's restoring code knows
+        return _shapes(found["target"])
     return None
 
 

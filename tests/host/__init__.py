@@ -1,0 +1,1 @@
+"""What `t5x_fwdloss.analyze` needs from T5X."""

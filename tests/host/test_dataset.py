@@ -1,0 +1,87 @@
+"""The fixed list of batches: the first of the data, as T5X's converters make them."""
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.t5x
+
+
+def config(**changes):
+    from t5x import utils
+
+    from t5x_fwdloss import tasks
+
+    settings = {
+        "mixture_or_task_name": tasks.TASK_NAME,
+        "task_feature_lengths": {"inputs": 16, "targets": 16},
+        "split": "validation",
+        "batch_size": 4,
+        "shuffle": False,
+        "seed": 0,
+    }
+    return utils.DatasetConfig(**settings | changes)
+
+
+def load(num_batches=2, **changes):
+    import seqio
+    from t5x import partitioning
+
+    from t5x_fwdloss.host import dataset
+
+    partitioner = partitioning.PjitPartitioner(num_partitions=1)
+    converter = seqio.EncDecFeatureConverter
+    return dataset.load_batches(config(**changes), num_batches, partitioner, converter)
+
+
+def test_batches_are_the_first_examples_in_order():
+    import seqio
+
+    from t5x_fwdloss import tasks
+
+    found = load()
+    assert [x.shape for x in found[0].values()] == [(4, 16)] * 4
+    words = [entry.word for entry in tasks.entries()["validation"][:8]]
+    tokens = np.concatenate([batch["encoder_input_tokens"] for batch in found])
+    decode = seqio.ByteVocabulary().decode
+    assert [decode([int(t) for t in row if t > 1]) for row in tokens] == words
+
+
+def test_a_seed_of_none_gives_the_same_batches_in_every_run():
+    first, second = load(shuffle=True, seed=None), load(shuffle=True, seed=None)
+    for one, other in zip(first, second, strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_batches": 0}, "NUM_BATCHES must be at least 1: got 0"),
+        ({"num_batches": 10**5}, r"must give NUM_BATCHES = 100000 .*: got \d+\."),
+        ({"batch_size": 10**5}, r"got 0 \(no full batch\)\."),
+        ({"batch_size": 0}, "positive multiple of the data axis .* BATCH_SIZE = 0"),
+        ({"split": "tst"}, "must be one of test, train, validation: got 'tst'"),
+        (
+            {"mixture_or_task_name": "cmudict_g2q"},
+            r"task or mixture: got 'cmudict_g2q'; close to it: cmudict_g2p\. A task is "
+            "registered when its module is imported",
+        ),
+    ],
+)
+def test_data_that_cannot_be_had_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        load(**changes)
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_refused():
+    from t5x_fwdloss.host.dataset import check_batch_size
+
+    check_batch_size(6, 3)
+    with pytest.raises(ValueError, match="BATCH_SIZE = 8, data axis = 3"):
+        check_batch_size(8, 3)
+
+
+def test_a_subsplit_is_a_split():
+    from t5x_fwdloss.host.dataset import check_task
+
+    check_task(config(split="validation[:10]"))
