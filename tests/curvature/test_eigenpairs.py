@@ -97,6 +97,22 @@ def test_too_few_steps_are_said_to_be_too_few():
     check_pairs(result, matrix, 50 * EPS)
 
 
+def test_a_tolerance_below_rounding_is_not_met():
+    # The whole space: the estimates are zero, the true residuals are of rounding.
+    matrix, _ = problems.symmetric(GENERAL)
+    result = curvature.eigenpairs(
+        problems.matvec_of(matrix),
+        start(),
+        num_largest=3,
+        num_smallest=3,
+        tolerance=1e-12,
+    )
+    np.testing.assert_array_equal(result.history[-1][2::2], 0.0)
+    assert (result.residuals > 0).all()
+    assert not any(result.converged)
+    check_pairs(result, matrix, 50 * EPS)
+
+
 @pytest.mark.parametrize(
     "eigenvalues",
     [
