@@ -151,7 +151,9 @@ def test_the_folder_of_another_run_is_refused(project, checkpoint, analyzed):
     done = project.run(
         "t5x_fwdloss.analyze", *arguments(project, checkpoint, "one", *few)
     )
-    assert_sentence(done, r"/one\b")
+    assert_sentence(
+        done, r"must be new or hold this same run: \S+/one holds a different"
+    )
 
 
 FORGOTTEN = {
