@@ -79,7 +79,8 @@ def analyze(
             "--gin.LOSS_IMPL=\"'custom_jvp'\" (its value is the same)."
         )
     model = models.with_loss(model, loss_impl, loss_chunk_length)
-    checkpoint.find_checkpoint(restore_checkpoint_cfg)  # before the data, which may be slow
+    # Before the data, which may take a while to load.
+    checkpoint.find_checkpoint(restore_checkpoint_cfg)
     batches = dataset.load_batches(
         dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
     )
