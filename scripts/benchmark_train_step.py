@@ -4,7 +4,8 @@
 
 Two layers of encoder and decoder, T5X's network, Adafactor and trainer, the real
 vocabulary of 32128, synthetic batches of 8 sequences of 512 inputs and 114 targets.
-Compiled temporary memory, and step times of interleaved runs. Needs T5X.
+Compiled temporary memory, and step times of interleaved runs (none with
+`--repeats=0`). Needs T5X.
 """
 
 import argparse
@@ -93,9 +94,19 @@ def compile_step(model, batch):
 
 
 def measure(repeats: int) -> dict:
-    """Memory in bytes and in logits arrays, and time as a ratio to the stock model's."""
+    """Memory in bytes and in logits arrays; time, if repeated, as a ratio to stock."""
     batch = synthetic_batch()
-    steps = {name: compile_step(make_model(c), batch) for name, c in MODELS.items()}
+    steps, results = {}, {}
+    for name, choice in MODELS.items():
+        steps[name] = compile_step(make_model(choice), batch)
+        temporary = steps[name][0].memory_analysis().temp_size_in_bytes
+        results[name] = {
+            "temporary_bytes": temporary,
+            "logits_arrays": round(temporary / (4 * BATCH * TARGETS * VOCAB), 3),
+        }
+        print(f"train step, {name}: {results[name]}", flush=True)
+    if not repeats:
+        return results
     times = {name: [] for name in steps}
     for _ in range(repeats + 1):
         for name, (step, state) in steps.items():
@@ -104,21 +115,14 @@ def measure(repeats: int) -> dict:
             end = time.perf_counter(), time.process_time()
             times[name].append(np.subtract(end, start))
     medians = {name: np.median(t[1:], axis=0) for name, t in times.items()}
-    results = {}
-    for name, (step, _) in steps.items():
-        temporary = step.memory_analysis().temp_size_in_bytes
-        ratio, cpu = medians[name] / medians["stock"]
-        results[name] = {
-            "temporary_bytes": temporary,
-            "logits_arrays": round(temporary / (4 * BATCH * TARGETS * VOCAB), 3),
-            "ratio": round(float(ratio), 3),
-            "cpu": round(float(cpu), 3),
-        }
+    for name, median in medians.items():
+        ratio, cpu = median / medians["stock"]
+        results[name] |= {"ratio": round(float(ratio), 3), "cpu": round(float(cpu), 3)}
         print(f"train step, {name}: {results[name]}", flush=True)
     return results
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="0: memory only")
     print(json.dumps(measure(parser.parse_args().repeats), indent=1))

@@ -64,7 +64,7 @@ def test_sequences_weigh_one_each_and_empty_ones_nothing():
 def test_packed_segments_weigh_one_each(dtype):
     segment_ids = np.array([[1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 2, 2]])
     positions = np.array([[0, 1, 0, 0, 1, 0], [0, 1, 2, 3, 0, 1]])
-    given = np.array([[1, 2, 3, 0, 0, 0], [1, 0, 1, 1, 0.5, 1]]).astype(dtype)
+    given = np.array([[1, 2, 3, 0, 0, 4], [1, 0, 1, 1, 0.5, 1]]).astype(dtype)
     batch = {
         "decoder_target_tokens": jnp.ones((2, 6), jnp.int32),
         "decoder_segment_ids": segment_ids,
