@@ -1,0 +1,76 @@
+"""Writes the tables of README.md from the JSON files in docs/benchmarks/.
+
+    python scripts/readme_tables.py            # writes README.md
+    python scripts/readme_tables.py --check    # fails if README.md says something else
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function here.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MODES = {
+    "value_and_grad": "value and gradient",
+    "jvp": "jvp",
+    "jvp_of_grad": "jvp(grad)",
+}
+
+
+def losses(shape: str, file: str = "loss_cpu.json") -> str:
+    """Memory and time of every loss at one shape, float32 hidden states."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    batch, length, embed, vocab = report["settings"]["shapes"][shape]
+    timed = report["settings"].get("time_length") or length
+    rows = [r for r in report["rows"] if (r["shape"], r["dtype"]) == (shape, "float32")]
+    lines = [
+        f"Batch {batch}, length {length}, width {embed}, vocabulary {vocab}; "
+        f"{report['environment']['device']}, jax {report['environment']['jax']}; "
+        f"time at length {timed}, in units of {report['reference']}'s value and gradient.",
+        "",
+        "| loss | " + " | ".join(f"{m}: memory, time" for m in MODES.values()) + " |",
+        "|---" * (len(MODES) + 1) + "|",
+    ]
+    for row in rows:
+        cells = [_cell(row["memory"][m], row["time"].get(m, {})) for m in MODES]
+        lines.append(f"| {row['loss']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(memory, time):
+    if isinstance(memory, str):
+        return "fails"
+    ratio = time.get("ratio")
+    return f"{memory:.2f}" + ("" if ratio is None else f", {ratio:.2f}")
+
+
+TABLES = {"V32128": lambda: losses("V32128"), "V250112": lambda: losses("V250112")}
+
+
+def rewritten(text: str) -> str:
+    """The text with every table made anew."""
+
+    def table(match):
+        return f"{match[1]}\n{TABLES[match[2]]()}\n{match[4]}"
+
+    pattern = r"(<!-- table: (\w+) -->)(.*?)(<!-- end -->)"
+    return re.sub(pattern, table, text, flags=re.S)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status of the command line."""
+    path = ROOT / "README.md"
+    old = path.read_text(encoding="utf-8")
+    new = rewritten(old)
+    if "--check" in arguments:
+        if new != old:
+            print("README.md differs from docs/benchmarks; run this script.")
+        return int(new != old)
+    path.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
