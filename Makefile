@@ -44,7 +44,7 @@ quickstart: setup
 	  --gin.ANALYSIS_OUTPUT_DIR="'$(QUICKSTART_DIR)/analysis'"
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_readme.py README.md
 
 lint: setup

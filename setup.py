@@ -64,6 +64,7 @@ setuptools.setup(
             "matfree",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
         ],
     },
