@@ -28,7 +28,7 @@ def arguments(project, checkpoint, name, *more):
 
 
 @pytest.fixture(scope="module")
-def analyzed(project, checkpoint, trained):
+def analyzed(project, checkpoint):
     """One checkpoint on one device, by the real command, and on eight."""
     few = [
         "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @HessianTrace()]",
