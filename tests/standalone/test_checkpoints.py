@@ -101,6 +101,7 @@ def test_a_run_killed_while_saving_leaves_no_half_checkpoint(tmp_path):
     # The next run clears the remains away and can save the same step.
     manager = checkpoints.open_manager(str(tmp_path))
     assert manager.latest_step() == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_1"]
     checkpoints.save(manager, 2, like, ())
     manager.close()
     names = sorted(p.name for p in tmp_path.iterdir())
