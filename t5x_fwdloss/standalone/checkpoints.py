@@ -27,7 +27,6 @@ def open_manager(model_dir: str, keep: int | None = None) -> ocp.CheckpointManag
         options=ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             step_prefix=PREFIX,
-            cleanup_tmp_directories=True,
             enable_async_checkpointing=False,
         ),
         item_handlers={
