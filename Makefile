@@ -46,6 +46,7 @@ quickstart: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_readme.py README.md
+	$(BIN)/python scripts/readme_tables.py --check
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

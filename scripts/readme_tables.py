@@ -23,14 +23,21 @@ def losses(shape: str, file: str = "loss_cpu.json") -> str:
     """Memory and time of every loss at one shape, float32 hidden states."""
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
     batch, length, embed, vocab = report["settings"]["shapes"][shape]
-    timed = report["settings"].get("time_length") or length
     rows = [r for r in report["rows"] if (r["shape"], r["dtype"]) == (shape, "float32")]
+    where = f"{report['environment']['device']}, jax {report['environment']['jax']}"
+    caption = (
+        f"Batch {batch}, length {length}, width {embed}, vocabulary {vocab} ({where})"
+    )
+    if any(row["time"] for row in rows):
+        timed = report["settings"].get("time_length") or length
+        caption += (
+            f"; after the comma the time at length {timed}, over that of "
+            f"{report['reference']}'s value and gradient"
+        )
     lines = [
-        f"Batch {batch}, length {length}, width {embed}, vocabulary {vocab}; "
-        f"{report['environment']['device']}, jax {report['environment']['jax']}; "
-        f"time at length {timed}, in units of {report['reference']}'s value and gradient.",
+        caption + ":",
         "",
-        "| loss | " + " | ".join(f"{m}: memory, time" for m in MODES.values()) + " |",
+        "| loss | " + " | ".join(MODES.values()) + " |",
         "|---" * (len(MODES) + 1) + "|",
     ]
     for row in rows:

@@ -215,6 +215,8 @@ if __name__ == "__main__":
     from absl import app, flags, logging
     from t5x import gin_utils
 
+    from t5x_fwdloss.analysis import progress
+
     FLAGS = flags.FLAGS
     flags.DEFINE_multi_string(
         "gin_file", None, "gin file; repeat it, later files override earlier ones."
@@ -277,4 +279,5 @@ if __name__ == "__main__":
             return 1
 
     jax.config.parse_flags_with_absl()
+    progress.show_lines()
     gin_utils.run(main)

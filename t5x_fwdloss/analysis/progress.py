@@ -1,5 +1,6 @@
 """Progress of long work with the time left: a bar on a terminal, lines elsewhere."""
 
+import logging as python_logging
 import sys
 import time
 from typing import Any
@@ -8,6 +9,22 @@ from absl import logging
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
+
+
+def show_lines() -> None:
+    """Lets a script's lines be seen without `--verbosity`, and only ours and errors.
+
+    To be called before absl reads its flags. SeqIO and Orbax log and warn of things
+    that are as they should be; `--verbosity=1` shows everything.
+    """
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(_ours_or_error)
+
+
+def _ours_or_error(record) -> bool:
+    if logging.get_verbosity() > logging.INFO or "t5x_fwdloss" in record.pathname:
+        return True
+    return record.levelno >= python_logging.ERROR
 
 
 class Progress:

@@ -5,15 +5,15 @@
 """
 
 import inspect
-import logging as python_logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gin
 import tensorflow as tf
-from absl import app, flags, logging
+from absl import app, flags
 
+from t5x_fwdloss.analysis import progress
 from t5x_fwdloss.host import gin_sentences
 
 
@@ -46,9 +46,7 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
     flags.DEFINE_multi_string("gin_file", [], "gin file; repeat it for several.")
     flags.DEFINE_multi_string("gin_bindings", [], "one gin binding, NAME = VALUE.")
     flags.DEFINE_list("gin_search_paths", ["."], "folders to look for gin files in.")
-    # Our progress is shown without --verbosity; before absl reads that flag.
-    logging.set_verbosity(logging.INFO)
-    logging.get_absl_handler().addFilter(_ours_or_error)
+    progress.show_lines()
 
     def main(argv):
         if len(argv) > 1:
@@ -134,11 +132,3 @@ def _unset(macro: str) -> bool:
         return repr(gin.query_parameter(f"{macro}/gin.macro.value")) == "%gin.REQUIRED"
     except ValueError:
         return True
-
-
-def _ours_or_error(record) -> bool:
-    # SeqIO and Orbax warn of things that are as they should be here; --verbosity=1
-    # shows everything.
-    if logging.get_verbosity() > logging.INFO or "t5x_fwdloss" in record.pathname:
-        return True
-    return record.levelno >= python_logging.ERROR
