@@ -35,8 +35,8 @@ class SpectralSamples:
         exact for every function.
     """
 
-    nodes: list[Float[np.ndarray, " k"]]
-    weights: list[Float[np.ndarray, " k"]]
+    nodes: list[Float[np.ndarray, " _"]]
+    weights: list[Float[np.ndarray, " _"]]
     dimension: int
     num_products: int
     num_exhausted: int

@@ -202,7 +202,7 @@ def test_a_single_point_spectrum_still_has_a_width():
 
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match=r"width must be positive: got -1\.0"):
-        curvature.density(known(), width=-1)
+        curvature.density(known(), width=-1.0)
     none = curvature.SpectralSamples([], [], 3, 0, 0)
     with pytest.raises(ValueError, match="at least one probe: got none"):
         curvature.density(none)
