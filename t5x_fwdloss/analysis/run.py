@@ -82,7 +82,8 @@ def run_analysis(
         ValueError: something cannot work; raised before anything is compiled.
     """
     host = host or HostInfo()
-    folder = RunFolder(epath.Path(output_dir), host.primary)
+    # Absolute: the saved state of long work, written by Orbax, must have such a path.
+    folder = RunFolder(epath.Path(output_dir).resolve(), host.primary)
     context = Context(
         objective=objective,
         params=parameters.widened(params),

@@ -156,6 +156,15 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
     assert not (tmp_path / "unfinished").exists()
 
 
+def test_a_relative_output_folder_is_that_of_the_working_directory(
+    finished_run, tmp_path, monkeypatch
+):
+    # Runs long enough to save the state of Lanczos, which refuses relative paths.
+    monkeypatch.chdir(tmp_path)
+    assert runs.run("here/analysis") == 0
+    assert numbers_of(tmp_path / "here" / "analysis") == numbers_of(finished_run)
+
+
 def test_a_run_killed_among_the_probes_ends_with_the_same_numbers(
     finished_run, tmp_path, monkeypatch
 ):
