@@ -5,16 +5,15 @@
 A T5 1.1 network of 4 + 4 layers (embedding 256, 4 heads of 64, MLP 512), batch 16 of
 64 inputs and 64 targets, float32, random parameters and tokens. Times are medians of
 interleaved calls, printed as ratios to the gradient's; memory is the compiler's own
-count of temporary and output bytes. Writes a JSON file with the versions beside it.
+count of temporary and output bytes. `--output` names a JSON file.
 """
 
 import argparse
-import json
-import os
-import platform
+import pathlib
 import statistics
 import time
 
+import benchmark_record
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,24 +199,16 @@ def main():
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--stack", type=int, default=1, help="vectors in one product")
     parser.add_argument("--steps", type=int, default=50, help="Lanczos steps")
-    parser.add_argument("--output", default="benchmark_curvature.json")
+    parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
     results = {
-        "environment": {
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "platform": jax.default_backend(),
-            "cpus": os.cpu_count(),
-            "machine": platform.processor() or platform.machine(),
-        },
+        "environment": benchmark_record.environment(),
         "problems": [
             measure(int(size), options.repeats, options.stack, options.steps)
             for size in options.vocabularies.split(",")
         ],
     }
-    with open(options.output, "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=2)
-    print(f"\nwritten to {options.output}")
+    benchmark_record.write(results, options.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ jvp(grad), all with respect to hidden states and head, with label smoothing and 
 * Time: a ratio to T5X's value and gradient (ours with `custom_vjp`, the same
   arithmetic, without T5X). Each pair has a process of its own, in which both programs
   take turns; the ratio is that of the medians. `cpu` is the same for processor time,
-  which a busy machine disturbs less. `--time_length` shortens the sequences that are timed.
+  which a busy machine disturbs less. `--time_length` shortens the sequences that are
+  timed, `--time_derivatives` names the losses whose jvp and jvp(grad) are timed too.
 * `--train_step`: a whole T5X train step of t5_1_1 small shapes, stock against chunked
   (see `benchmark_train_step.py`).
 """
@@ -170,9 +171,7 @@ def measure(options):
             for name in names:
                 row = {"shape": shape, "dtype": dtype, "loss": name}
                 row["memory"] = {m: memory(shape, dtype, name, m) for m in MODES}
-                pairs = [
-                    mode for mode in options.time_modes if name in options.time_losses
-                ]
+                pairs = modes_to_time(name, dtype, options)
                 row["time"] = {
                     mode: in_process([shape, dtype, name, mode, reference], options)
                     for mode in pairs
@@ -181,6 +180,13 @@ def measure(options):
                 results.append(row)
                 print(format_row(row), flush=True)
     return {"reference": reference, "rows": results}
+
+
+def modes_to_time(name, dtype, options):
+    """The derivatives of a loss that are timed."""
+    if name not in options.time_losses or dtype not in options.time_dtypes:
+        return []
+    return MODES if name in options.time_derivatives else MODES[:1]
 
 
 def format_row(row):
@@ -193,24 +199,6 @@ def format_row(row):
     return "  ".join(cells)
 
 
-def environment():
-    """Versions and machine, for the record."""
-    import importlib.metadata
-    import platform
-
-    import jax
-
-    names = ("jax", "jaxlib", "flax", "numpy")
-    return {
-        **{name: importlib.metadata.version(name) for name in names},
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-        "platform": jax.default_backend(),
-        "processors": os.cpu_count(),
-        "load_at_start": [round(x, 1) for x in os.getloadavg()],
-    }
-
-
 def parse_arguments():
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -219,7 +207,8 @@ def parse_arguments():
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--time_losses", nargs="*", default=list(LOSSES[1:]))
-    parser.add_argument("--time_modes", nargs="*", choices=MODES, default=list(MODES))
+    parser.add_argument("--time_derivatives", nargs="*", default=list(LOSSES[1:]))
+    parser.add_argument("--time_dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--time_length", type=int, help="default: the shape's length")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--train_step", action="store_true")
@@ -236,8 +225,10 @@ def main():
         answer = timed_pair(*what, reference=reference, repeats=repeats, length=length)
         print(json.dumps(answer))
         return
+    import benchmark_record
+
     report = {
-        "environment": environment(),
+        "environment": benchmark_record.environment(),
         "settings": {
             "shapes": SHAPES,
             "repeats": options.repeats,
@@ -249,9 +240,7 @@ def main():
         import benchmark_train_step
 
         report["train_step"] = benchmark_train_step.measure(options.repeats)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    benchmark_record.write(report, options.output)
 
 
 if __name__ == "__main__":

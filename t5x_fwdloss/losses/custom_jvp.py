@@ -145,6 +145,11 @@ def token_terms(logits, labels, label_smoothing):
     return [term.reshape(labels.shape) for term in terms]
 
 
+def token_tangents(residuals, logits_dot, label_smoothing):
+    """(C_dot, l_dot) of each token from (z, label, l, m, S) and z_dot, `[tokens, ...]`."""
+    return token_map(_Tangents(label_smoothing), residuals, [logits_dot])
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _token_terms(logits, labels, label_smoothing):
     return token_map(_Terms(label_smoothing), [logits, labels])
@@ -157,8 +162,8 @@ def _token_terms_jvp(label_smoothing, primals, tangents):
     logits_dot, _ = tangents
     terms = _token_terms(logits, labels, label_smoothing)
     _, log_sum, shift, mass = terms
-    cross_entropy_dot, log_sum_dot = token_map(
-        _Tangents(label_smoothing), [logits, labels, log_sum, shift, mass], [logits_dot]
+    cross_entropy_dot, log_sum_dot = token_tangents(
+        [logits, labels, log_sum, shift, mass], logits_dot, label_smoothing
     )
     zero = jnp.zeros_like(shift)
     return terms, [cross_entropy_dot, log_sum_dot, zero, zero]

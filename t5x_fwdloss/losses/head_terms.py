@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from t5x_fwdloss.losses.custom_jvp import against_targets, token_terms
+from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.linear_pair import LinearPair
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
 from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
@@ -95,10 +95,8 @@ def _tangent(residuals, linear, *, settings):
         logits = head_logits(hidden, head, settings)
         logits_dot = head_logits(hidden_dot, head, settings)
         logits_dot += head_logits(hidden, head_dot, settings)
-        probs = probabilities(logits, shift, log_sum)
-        log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
-        against = against_targets(logits_dot, logits, labels, settings.label_smoothing)
-        return None, (mass * log_sum_dot - against, log_sum_dot)
+        residuals = [logits, labels, log_sum, shift, mass]
+        return None, token_tangents(residuals, logits_dot, settings.label_smoothing)
 
     parts = (hidden, hidden_dot, log_sum, shift, mass, labels)
     return _over_chunks(chunk, None, parts, settings)[1]
@@ -130,33 +128,36 @@ _TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)
 
 
 def _over_chunks(chunk, carry, parts, settings):
-    """A scan of `chunk(carry, part)` over length chunks `[batch, chunk_length, ...]`.
+    """A scan of `chunk(carry, part)` over length chunks, `[batch * chunk_length, ...]`.
 
     Chunks are sliced from, and results written into, `[batch, length, ...]` in place,
     so that no transposed copy of the hidden states is made. The body is rematerialized:
     a derivative by JAX makes each chunk's logits again.
     """
     size = settings.chunk_length
-    num_chunks = parts[0].shape[1] // size
+    batch, length = parts[0].shape[:2]
+    num_chunks = length // size
 
     def take(index):
-        return [jax.lax.dynamic_slice_in_dim(p, index * size, size, 1) for p in parts]
+        taken = [jax.lax.dynamic_slice_in_dim(p, index * size, size, 1) for p in parts]
+        return [t.reshape(batch * size, *t.shape[2:]) for t in taken]
 
     remat = jax.checkpoint(chunk)
     shapes = jax.eval_shape(lambda: chunk(carry, take(0))[1])
     whole = jax.tree.map(
-        lambda s: jnp.zeros((s.shape[0], size * num_chunks, *s.shape[2:]), s.dtype),
+        lambda s: jnp.zeros((batch, length, *s.shape[1:]), s.dtype),
         shapes,
     )
 
     def body(state, index):
         carry, whole = state
         carry, results = remat(carry, take(index))
-        whole = jax.tree.map(
-            lambda w, r: jax.lax.dynamic_update_slice_in_dim(w, r, index * size, 1),
-            whole,
-            results,
-        )
+
+        def put(whole, result):
+            result = result.reshape(batch, size, *result.shape[1:])
+            return jax.lax.dynamic_update_slice_in_dim(whole, result, index * size, 1)
+
+        whole = jax.tree.map(put, whole, results)
         return (carry, whole), None
 
     return jax.lax.scan(body, (carry, whole), jnp.arange(num_chunks))[0]
@@ -181,13 +182,13 @@ def _scaled(hidden, settings):
 
 
 def head_logits(hidden, head, settings):
-    """The logits of a chunk, `[batch, chunk, vocab]`."""
-    axes = ((2,), (1 if settings.tied else 0,))
+    """The logits of some tokens, `[..., vocab]`."""
+    axes = ((hidden.ndim - 1,), (1 if settings.tied else 0,))
     return _contract(_scaled(hidden, settings), head, axes, settings)
 
 
 def _hidden_bar(logits_bar, head, settings):
-    axes = ((2,), (0 if settings.tied else 1,))
+    axes = ((1,), (0 if settings.tied else 1,))
     return _scaled(_contract(logits_bar, head, axes, settings), settings)
 
 
@@ -197,19 +198,19 @@ def _add_head_bar(head_bar, hidden, logits_bar, settings):
 
     def product(hidden):
         pair = (logits_bar, hidden) if settings.tied else (hidden, logits_bar)
-        return _contract(*pair, ((0, 1), (0, 1)), settings).astype(head_bar.dtype)
+        return _contract(*pair, ((0,), (0,)), settings).astype(head_bar.dtype)
 
     def at_once(head_bar, hidden):
         return head_bar + product(hidden)
 
     def by_slices(head_bar, hidden):
         axis = 1 if settings.tied else 0
-        embed = hidden.shape[2]
-        num_slices = _num_slices(embed, hidden.shape[0] * hidden.shape[1])
+        embed = hidden.shape[1]
+        num_slices = _num_slices(embed, hidden.shape[0])
         width = embed // num_slices
 
         def add(i, head_bar):
-            part = product(jax.lax.dynamic_slice_in_dim(hidden, i * width, width, 2))
+            part = product(jax.lax.dynamic_slice_in_dim(hidden, i * width, width, 1))
             old = jax.lax.dynamic_slice_in_dim(head_bar, i * width, width, axis)
             return jax.lax.dynamic_update_slice_in_dim(
                 head_bar, old + part, i * width, axis
@@ -223,8 +224,8 @@ def _add_head_bar(head_bar, hidden, logits_bar, settings):
 
 
 def _num_slices(embed, rows):
-    """The fewest equal slices of the head that are no wider than a chunk has tokens."""
-    least = math.ceil(embed / rows)
+    """The fewest equal slices of the head at most half as wide as a chunk has tokens."""
+    least = math.ceil(2 * embed / rows)
     return next(n for n in range(least, embed + 1) if embed % n == 0)
 
 
