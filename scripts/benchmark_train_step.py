@@ -81,8 +81,12 @@ def compile_step(model, batch):
 
     shapes = {name: value.shape for name, value in batch.items()}
     types = dict.fromkeys(batch, jnp.int32)
-    variables = model.get_initial_variables(jax.random.key(0), shapes, types)
-    state = train_state.FlaxOptimTrainState.create(model.optimizer_def, variables)
+
+    def initial_state(key):
+        variables = model.get_initial_variables(key, shapes, types)
+        return train_state.FlaxOptimTrainState.create(model.optimizer_def, variables)
+
+    state = jax.jit(initial_state)(jax.random.key(0))
 
     def step(state, batch):
         rate = jnp.float32(1e-3)

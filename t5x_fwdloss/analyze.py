@@ -25,7 +25,7 @@ from flax import linen as nn
 from t5x import models as t5x_models
 from t5x import partitioning, utils
 
-from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
+from t5x_fwdloss.host import checkpoint, dataset, gin_sentences, second_moment
 
 
 def analyze(
@@ -46,6 +46,7 @@ def analyze(
     train_state_initializer_cls: Any = utils.TrainStateInitializer,
     verify_matching_vocabs_fn: Any = utils.verify_matching_vocabs,
     use_orbax: bool = True,
+    memory_budget: int | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -67,6 +68,8 @@ def analyze(
         train_state_initializer_cls: T5X's `TrainStateInitializer` or a subclass.
         verify_matching_vocabs_fn: T5X's check of the task against the model, or None.
         use_orbax: False only for T5X's single-file checkpoints.
+        memory_budget: bytes a device that linearized products may keep; None: half of
+            what is free; 0: none.
         config_text: the gin configuration, kept with the results.
 
     Raises:
@@ -87,22 +90,27 @@ def analyze(
     if verify_matching_vocabs_fn is not None:
         verify_matching_vocabs_fn(dataset_cfg, model)
     shapes, types = dataset.shapes_and_types(batches[0])
-    initializer = train_state_initializer_cls(
-        optimizer_def=None,  # no optimizer state
-        init_fn=model.get_initial_variables,
-        input_shapes=shapes,
-        input_types=types,
-        partitioner=partitioner,
-    )
-    restorer = checkpoint.Restorer(
-        initializer, partitioner, restore_checkpoint_cfg, use_orbax
-    )
+
+    def initializer(optimizer_def):
+        return train_state_initializer_cls(
+            optimizer_def=optimizer_def,
+            init_fn=model.get_initial_variables,
+            input_shapes=shapes,
+            input_types=types,
+            partitioner=partitioner,
+        )
+
+    where = (partitioner, restore_checkpoint_cfg, use_orbax)
+    restorer = checkpoint.Restorer(initializer(None), *where)  # no optimizer state
     restored = restorer.restore()
     host = analysis.HostInfo(
         checkpoint=restored.path,
         step=restored.step,
         mesh=partitioner.mesh,
         load_params=lambda path: restorer.restore(path).params,
+        load_second_moment=lambda: second_moment.load(
+            initializer(model.optimizer_def), *where
+        ),
         is_primary=jax.process_index() == 0,
         config_text=config_text,
         task=dataset.task_name(dataset_cfg),
@@ -122,6 +130,7 @@ def analyze(
             output_dir=output_dir,
             seed=seed,
             host=host,
+            memory_budget=memory_budget,
         )
 
 

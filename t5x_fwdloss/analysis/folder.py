@@ -78,6 +78,10 @@ class RunFolder:
         """Where a measurement may save how far it is."""
         return self._work / f"{name}.state"
 
+    def vectors_path(self, name: str) -> epath.Path:
+        """Where a measurement leaves vectors, for good."""
+        return self.path / f"{name}_vectors"
+
     def complete(self, document: dict[str, Any], other_files: dict[str, bytes]) -> None:
         """Write everything in its final place, `results.json` last.
 

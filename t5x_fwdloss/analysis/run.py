@@ -34,6 +34,8 @@ class HostInfo:
         step: its training step.
         mesh: the device mesh, if there is one.
         load_params: path of another checkpoint to its parameters, laid out alike.
+        load_second_moment: the second moment in the state of the checkpoint's optimizer,
+            a tree like the parameters.
         is_primary: whether this process writes; by default JAX's process 0.
         config_text: the run's configuration, kept as `config.gin`.
         task: name of the task or mixture that the batches come from.
@@ -43,6 +45,7 @@ class HostInfo:
     step: int | None = None
     mesh: Any = None
     load_params: Callable[[str], PyTree] | None = None
+    load_second_moment: Callable[[], PyTree] | None = None
     is_primary: bool | None = None
     config_text: str = ""
     task: str = ""
@@ -92,6 +95,8 @@ def run_analysis(
         state_path=folder.state_path,
         is_primary=host.primary,
         memory_budget=memory_budget,
+        load_second_moment=host.load_second_moment,
+        vectors_path=folder.vectors_path,
     )
     names = [measurement.name for measurement in measurements]
     if not names or len(set(names)) < len(names):
@@ -101,6 +106,9 @@ def run_analysis(
         )
     for measurement in measurements:
         measurement.validate(context)
+        # What the later ones may read.
+        count = getattr(measurement, "num_vectors", 0)
+        context.vectors = {**context.vectors, measurement.name: count}
     start = time.monotonic()
     folder.open(fingerprint(objective, measurements, seed, host))
     needing = [m.name for m in measurements if getattr(m, "needs_forward_mode", False)]

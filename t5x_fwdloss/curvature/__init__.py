@@ -35,6 +35,7 @@ from t5x_fwdloss.curvature.groups import restricted as restricted
 from t5x_fwdloss.curvature.groups import restricted_product as restricted_product
 from t5x_fwdloss.curvature.hutchinson import TraceEstimate as TraceEstimate
 from t5x_fwdloss.curvature.hutchinson import hutchinson_trace as hutchinson_trace
+from t5x_fwdloss.curvature.hutchpp import HutchppState as HutchppState
 from t5x_fwdloss.curvature.hutchpp import hutchpp_trace as hutchpp_trace
 from t5x_fwdloss.curvature.krylov import Krylov as Krylov
 from t5x_fwdloss.curvature.lanczos import LanczosResult as LanczosResult
@@ -87,3 +88,4 @@ from t5x_fwdloss.curvature.trees import stack as stack
 from t5x_fwdloss.curvature.trees import unstack as unstack
 from t5x_fwdloss.curvature.trees import zeros_like as zeros_like
 from t5x_fwdloss.curvature.xtrace import xtrace as xtrace
+from t5x_fwdloss.curvature.xtrace_state import XtraceState as XtraceState

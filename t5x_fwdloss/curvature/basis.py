@@ -154,6 +154,23 @@ class Basis:
         result.size = columns
         return result
 
+    def metadata(self) -> dict:
+        """What `from_saved` needs beside the blocks, plain numbers that JSON holds."""
+        return {
+            "size": self.size,
+            "rows_per_block": self.rows_per_block,
+            "on_host": self.on_host,
+        }
+
+    @classmethod
+    def from_saved(cls, like: PyTree, blocks: list[PyTree], metadata: dict) -> "Basis":
+        """The basis that `blocks` and `metadata` were taken from, to the bit."""
+        options = dict(metadata)
+        size = options.pop("size")
+        found = cls(like, **options)
+        found.restore(blocks, size)
+        return found
+
     def restore(self, blocks: list[PyTree], size: int) -> None:
         """Takes over saved blocks, put where this basis keeps its own.
 

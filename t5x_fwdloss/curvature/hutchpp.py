@@ -11,12 +11,67 @@ variance: the standard error is the larger of the two.
 """
 
 import collections.abc
+import dataclasses
 import math
 
 import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import basis, hutchinson, krylov, probes, sketches, trees
+
+
+@dataclasses.dataclass
+class HutchppState:
+    """Where a run stands, given to `on_step` and taken back by `state`.
+
+    Attributes:
+      space: The basis of the subspace.
+      num_sketched: Products with sketch vectors.
+      exact: The quadratic form at each vector of the basis.
+      samples: The quadratic form at each probe, outside of the subspace.
+      squares: The squared norm of each probe's product there.
+    """
+
+    space: basis.Basis
+    num_sketched: int = 0
+    exact: list[float] = dataclasses.field(default_factory=list)
+    samples: list[float] = dataclasses.field(default_factory=list)
+    squares: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_products(self) -> int:
+        """Products so far."""
+        return self.num_sketched + len(self.exact) + len(self.samples)
+
+    def arrays(self) -> dict:
+        """The state's arrays, a pytree to be saved before the next step."""
+        numbers = {
+            name: np.array(getattr(self, name))
+            for name in ("exact", "samples", "squares")
+        }
+        return {"blocks": self.space.blocks, **numbers}
+
+    def metadata(self) -> dict:
+        """The rest of the state, plain numbers that JSON holds."""
+        return {"space": self.space.metadata(), "num_sketched": self.num_sketched}
+
+    @classmethod
+    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "HutchppState":
+        """The state that `arrays` and `metadata` were taken from, to the bit.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          arrays: As `arrays()` gave them.
+          metadata: As `metadata()` gave it.
+
+        Returns:
+          The state.
+        """
+        space = basis.Basis.from_saved(like, arrays["blocks"], metadata["space"])
+        numbers = [
+            np.asarray(arrays[n]).tolist() for n in ("exact", "samples", "squares")
+        ]
+        return cls(space, metadata["num_sketched"], *numbers)
 
 
 def hutchpp_trace(
@@ -30,7 +85,8 @@ def hutchpp_trace(
     confidence: float = 0.95,
     block_size: int = 1,
     basis_on_host: bool = False,
-    on_probe: collections.abc.Callable[[int], None] | None = None,
+    on_step: collections.abc.Callable[[HutchppState], None] | None = None,
+    state: HutchppState | None = None,
 ) -> hutchinson.TraceEstimate:
     """The trace of a symmetric map by Hutch++.
 
@@ -50,7 +106,8 @@ def hutchpp_trace(
       confidence: The level of the interval.
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the subspace is kept in pinned host memory.
-      on_probe: Called with the number of products so far.
+      on_step: Called with the state after each call of `matvec` is worked in.
+      state: The state of an earlier run with the same key, to go on from there.
 
     Returns:
       The estimate; `samples` are exact part plus sampled part, one for each probe.
@@ -62,56 +119,59 @@ def hutchpp_trace(
     if sketch_size < 1:
         raise ValueError(f"sketch_size must be at least 1: got {sketch_size}.")
     sketch_size = min(sketch_size, trees.dimension(params))
-    space = basis.Basis(trees.zeros_like(params), on_host=basis_on_host)
-    products = 0
+    if state is None:
+        state = HutchppState(
+            basis.Basis(trees.zeros_like(params), on_host=basis_on_host)
+        )
+    space = state.space
 
     def multiply(vectors, name):
-        nonlocal products
         results = sketches.apply_all(matvec, vectors, block_size)
-        products += len(vectors)
         for result in results:
             sketches.finite_norm(result, name)
-        if on_probe is not None:
-            on_probe(products)
         return results
 
-    for first in range(0, sketch_size, block_size):
+    def done():
+        if on_step is not None:
+            on_step(state)
+
+    while (first := state.num_sketched) < sketch_size:
         count = min(block_size, sketch_size - first)
         vectors = [_probe(key, first + i, params, "sketch") for i in range(count)]
         name = f"Hutch++ sketch {first}"
         for product in multiply(vectors, name):
             sketches.extend(space, product, name)
-    exact = 0.0
-    for first in range(0, space.size, block_size):
+        state.num_sketched += count
+        done()
+    while (first := len(state.exact)) < space.size:
         rows = [space.row(i) for i in range(first, min(first + block_size, space.size))]
         for q, product in zip(rows, multiply(rows, "Hutch++ subspace"), strict=True):
-            exact += float(trees.inner(q, product))
-
-    taken: list[float] = []
-    squares: list[float] = []
+            state.exact.append(float(trees.inner(q, product)))
+        done()
 
     def summary():
         return hutchinson.summarize(
-            exact + np.array(taken),
-            num_products=products,
+            sum(state.exact) + np.array(state.samples),
+            num_products=state.num_products,
             confidence=confidence,
             relative_error=relative_error,
             rank=space.size if space.size < sketch_size else None,
-            least_error=math.sqrt(2 * np.mean(squares) / len(squares)),
+            least_error=math.sqrt(2 * np.mean(state.squares) / len(state.squares)),
         )
 
-    while len(taken) < num_probes:
-        if len(taken) >= hutchinson.LEAST_PROBES and summary().converged:
+    while (first := len(state.samples)) < num_probes:
+        if first >= hutchinson.LEAST_PROBES and summary().converged:
             break
-        first, count = len(taken), min(block_size, num_probes - len(taken))
+        count = min(block_size, num_probes - first)
         outside = [
             _project(space, _probe(key, first + i, params, "probe"))
             for i in range(count)
         ]
         name = f"Hutch++ probe {first}"
         for z, product in zip(outside, multiply(outside, name), strict=True):
-            taken.append(float(trees.inner(z, product)))
-            squares.append(float(trees.norm(_project(space, product))) ** 2)
+            state.samples.append(float(trees.inner(z, product)))
+            state.squares.append(float(trees.norm(_project(space, product))) ** 2)
+        done()
     return summary()
 
 

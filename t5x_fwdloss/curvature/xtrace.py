@@ -25,108 +25,12 @@ References:
 """
 
 import collections.abc
-import math
 
-import numpy as np
 import scipy.stats
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import basis, hutchinson, krylov, probes, sketches, trees
-
-
-class _Sketch:
-    """The vectors and the small matrices, grown probe by probe."""
-
-    def __init__(self, params, on_host):
-        like = trees.zeros_like(params)
-        self.epsilon = sketches.epsilon(like)
-        self.space = basis.Basis(like, on_host=on_host)  # Q
-        self.omega = basis.Basis(like, on_host=on_host)
-        self.r = np.zeros((0, 0))  # Q^T A Omega
-        self.w = np.zeros((0, 0))  # Q^T Omega
-        self.h = np.zeros((0, 0))  # Q^T A Q
-        self.quadratic = np.zeros(0)  # omega_i A omega_i
-        self.squares = np.zeros(0)  # |omega_i|^2
-        self.num_new = 0
-
-    def add_probe(self, probe, product, name):
-        """Takes in one probe and its product; returns the new q, or None."""
-        number = self.omega.size
-        self.omega.append(probe, 1.0)
-        inner = float(trees.inner(probe, product))
-        self.quadratic = np.append(self.quadratic, inner)
-        self.squares = np.append(self.squares, float(trees.inner(probe, probe)))
-        coefficients, grew = sketches.extend(self.space, product, name)
-        size = self.space.size
-        self.r = _grown(self.r, size, number + 1)
-        self.w = _grown(self.w, size, number + 1)
-        self.r[:, number] = coefficients
-        self.w[:, number] = self.space.coefficients(probe)
-        if not grew:
-            return None
-        q = self.space.row(size - 1)
-        self.w[size - 1] = self.omega.coefficients(q)
-        return q
-
-    def add_row(self, q_product):
-        """Takes in the product with the oldest q that has none yet."""
-        column = self.space.coefficients(q_product)
-        known = len(self.h)
-        self.h = _grown(self.h, known + 1, known + 1)
-        # A is symmetric, so the new row is known, too.
-        self.h[: known + 1, known] = column[: known + 1]
-        self.h[known, : known + 1] = column[: known + 1]
-
-    def estimates(self, dimension) -> tuple[np.ndarray, float]:
-        """The leave-one-out estimates, and the jackknife standard error of their mean."""
-        count = self.omega.size
-        if self.space.size < count:  # the range is exhausted, whichever is left out
-            return np.full(count, np.trace(self.h)), 0.0
-        # Column i is orthogonal to all columns of R but number i: what is lost with it.
-        lost = np.linalg.inv(self.r).T
-        lost /= np.linalg.norm(lost, axis=0)
-        samples = np.array(
-            [self._left_out(i, lost[:, [i]], dimension) for i in range(count)]
-        )
-        if count < 3:
-            return samples, float(samples.std(ddof=1) / math.sqrt(count))
-        means = np.array([self._mean_without(j, lost, dimension) for j in range(count)])
-        spread = ((means - means.mean()) ** 2).sum()
-        return samples, math.sqrt((count - 1) / count * spread)
-
-    def _mean_without(self, j, lost, dimension):
-        """XTrace's estimate from all probes but number j."""
-        values = []
-        for i in range(self.omega.size):
-            if i == j:
-                continue
-            first = lost[:, i]
-            second = lost[:, j] - first * (first @ lost[:, j])
-            second /= np.linalg.norm(second)
-            pair = np.stack([first, second], axis=1)
-            values.append(self._left_out(i, pair, dimension))
-        return np.mean(values)
-
-    def _left_out(self, i, lost, dimension):
-        """The estimate with probe i outside of Q without the directions `lost`."""
-        kept = self.space.size - lost.shape[1]
-        x = self.w[:, i] - lost @ (lost.T @ self.w[:, i])
-        inside = np.trace(self.h) - np.einsum("ij,ik,kj->", lost, self.h, lost)
-        rest = self.quadratic[i] - 2 * x @ self.r[:, i] + x @ self.h @ x
-        square = self.squares[i] - x @ x
-        if square <= self.epsilon * self.squares[i]:
-            return inside
-        return inside + (dimension - kept) / square * rest
-
-    def rounding(self) -> float:
-        """The size of rounding errors in the estimate, a floor for its error."""
-        return self.epsilon * float(np.abs(np.diag(self.h)).sum())
-
-
-def _grown(matrix, rows, columns):
-    grown = np.zeros((rows, columns))
-    grown[: matrix.shape[0], : matrix.shape[1]] = matrix
-    return grown
+from t5x_fwdloss.curvature import hutchinson, krylov, probes, sketches, trees
+from t5x_fwdloss.curvature.xtrace_state import XtraceState, draw_probe
 
 
 def xtrace(
@@ -139,7 +43,8 @@ def xtrace(
     confidence: float = 0.95,
     block_size: int = 1,
     basis_on_host: bool = False,
-    on_probe: collections.abc.Callable[[int], None] | None = None,
+    on_step: collections.abc.Callable[[XtraceState], None] | None = None,
+    state: XtraceState | None = None,
 ) -> hutchinson.TraceEstimate:
     """The trace of a symmetric map by XTrace, at two products for each probe.
 
@@ -156,7 +61,8 @@ def xtrace(
       confidence: The level of the interval (Student's t).
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the vectors are kept in pinned host memory.
-      on_probe: Called with the number of products so far.
+      on_step: Called with the state after each block of probes.
+      state: The state of an earlier run with the same key, to go on from there.
 
     Returns:
       The estimate; `samples` are the leave-one-out estimates, `rank` is set where the
@@ -170,19 +76,23 @@ def xtrace(
         raise ValueError(f"num_probes must be at least 2 for XTrace: got {num_probes}.")
     total = trees.dimension(params)
     num_probes = min(num_probes, total + 1)
-    sketch = _Sketch(params, basis_on_host)
-    products = 0
+    sketch = XtraceState(params, basis_on_host) if state is None else state
+    sketch.draw_again(params, key)
+
+    def summary():
+        return _summary(sketch, total, confidence, relative_error)
+
     estimate = None
-    while sketch.omega.size < num_probes:
-        first = sketch.omega.size
+    if relative_error is not None and sketch.omega.size >= 2:
+        estimate = summary()
+    while (first := sketch.omega.size) < num_probes:
+        if sketch.space.size < first - 1:
+            break  # the range is exhausted: more probes tell nothing new
         if first >= hutchinson.LEAST_PROBES and estimate and estimate.converged:
             break
         count = min(block_size, num_probes - first)
         name = f"XTrace probe {first}"
-        omegas = [
-            probes.random_like(probes.probe_key(key, first + i), params, "normal")
-            for i in range(count)
-        ]
+        omegas = [draw_probe(params, key, first + i) for i in range(count)]
         results = sketches.apply_all(matvec, omegas, block_size)
         added = [
             sketch.add_probe(probe, product, name)
@@ -192,19 +102,16 @@ def xtrace(
         for product in sketches.apply_all(matvec, new, block_size):
             sketches.finite_norm(product, name)
             sketch.add_row(product)
-        products += count + len(new)
-        if on_probe is not None:
-            on_probe(products)
+        if on_step is not None:
+            on_step(sketch)
         if sketch.omega.size >= 2 and relative_error is not None:
-            estimate = _summary(sketch, total, products, confidence, relative_error)
-        if sketch.space.size < sketch.omega.size - 1:
-            break  # the range is exhausted: more probes tell nothing new
+            estimate = summary()
     if estimate is None or estimate.num_probes < sketch.omega.size:
-        estimate = _summary(sketch, total, products, confidence, relative_error)
+        estimate = summary()
     return estimate
 
 
-def _summary(sketch, dimension, num_products, confidence, relative_error):
+def _summary(sketch, dimension, confidence, relative_error):
     samples, error = sketch.estimates(dimension)
     count = len(samples)
     exhausted = sketch.space.size < count or sketch.space.size >= dimension
@@ -217,7 +124,7 @@ def _summary(sketch, dimension, num_products, confidence, relative_error):
         standard_error=error,
         num_probes=count,
         samples=samples,
-        num_products=num_products,
+        num_products=sketch.num_products,
         interval=(mean - half, mean + half),
         confidence=confidence,
         converged=met,

@@ -24,21 +24,26 @@ NUM_NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """Parameters as the model holds them.
+    """What a checkpoint holds, as the model holds it.
 
     Attributes:
-        params: the parameter tree, laid out over the mesh.
+        state: T5X's state, laid out over the mesh.
         step: the training step of the checkpoint.
         path: where it was read.
     """
 
-    params: Any
+    state: Any
     step: int
     path: str
 
+    @property
+    def params(self) -> Any:
+        """The parameter tree."""
+        return self.state.params
+
 
 class Restorer:
-    """Restores parameters, without optimizer state, for one model on one mesh."""
+    """Restores states for one model on one mesh."""
 
     def __init__(
         self,
@@ -50,7 +55,8 @@ class Restorer:
         """Parameters as `initializer` would make them, of the checkpoints of `cfg`.
 
         Args:
-            initializer: T5X's, made with `optimizer_def=None`.
+            initializer: T5X's; made with `optimizer_def=None` it leaves out the
+                optimizer's state.
             partitioner: T5X's partitioner.
             cfg: T5X's restore configuration; it may rename or transform parameters.
             use_orbax: False only for T5X's single-file checkpoints.
@@ -66,7 +72,7 @@ class Restorer:
         )
 
     def restore(self, path: str | None = None) -> Restored:
-        """The parameters at `path`, or at the path of the configuration.
+        """The checkpoint at `path`, or at the path of the configuration.
 
         Raises:
             ValueError: if there is no checkpoint, or if its parameters do not fit.
@@ -90,7 +96,7 @@ class Restorer:
         if state is None:
             raise ValueError(f"T5X could not restore the checkpoint {found}.")
         step = int(np.asarray(utils.get_local_data(state.step)))
-        return Restored(state.params, step, found)
+        return Restored(state, step, found)
 
 
 def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:

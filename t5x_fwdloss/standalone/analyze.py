@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from t5x_fwdloss import analysis
+from t5x_fwdloss.analysis import second_moment
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
 
@@ -43,6 +44,7 @@ def analyze(
     num_microbatches: int = 1,
     dropout_seed: int | None = None,
     matmul_precision: str = "highest",
+    memory_budget: int | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -60,6 +62,8 @@ def analyze(
         num_microbatches: pieces that every batch is cut into, to save memory.
         dropout_seed: one fixed dropout key per batch; None turns dropout off.
         matmul_precision: 'highest', 'high' or 'default'.
+        memory_budget: bytes a device that linearized products may keep; None: half of
+            what is free; 0: none.
         config_text: the gin configuration, kept with the results.
     """
     data.check_vocabulary(dataset, model.module.config.vocab_size)
@@ -78,6 +82,9 @@ def analyze(
         checkpoint=path,
         step=step,
         load_params=lambda other: checkpoints.restore_params(other, like)[1],
+        load_second_moment=lambda: second_moment.from_state(
+            checkpoints.restore_optimizer_state(path), params
+        ),
         config_text=config_text,
         task=dataset.mixture_or_task_name,
     )
@@ -88,6 +95,7 @@ def analyze(
         output_dir=output_dir,
         seed=seed,
         host=host,
+        memory_budget=memory_budget,
     )
 
 

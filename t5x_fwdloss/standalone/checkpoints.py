@@ -128,6 +128,24 @@ def restore_optimizer(path: str, like: Any) -> Any:
     return restored["optax"]
 
 
+def restore_optimizer_state(path: str) -> dict[str, Any]:
+    """The optimizer's state as nested dictionaries, for which no optimizer is needed.
+
+    Raises:
+        ValueError: if the checkpoint has none.
+    """
+    folder = find(path)
+    if not (folder / "optimizer").is_dir():
+        raise ValueError(
+            f"{folder} must hold the optimizer's state: it does not (T5X wrote it?); use "
+            "python -m t5x_fwdloss.analyze."
+        )
+    handler = ocp.PyTreeCheckpointHandler()
+    stored = handler.metadata(folder / "optimizer").tree
+    restored = handler.restore(folder / "optimizer", args=_arguments(stored))
+    return restored["optax"]
+
+
 def _arguments(wanted) -> ocp.args.PyTreeRestore:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 

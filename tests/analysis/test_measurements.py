@@ -154,7 +154,7 @@ def test_a_name_of_its_own_gives_other_random_numbers(context):
 BAD = {
     "nothing": (
         DirectionalDerivatives(along_gradient=False, num_random=0),
-        "needs a direction: got along_gradient=False, num_random=0 and no checkpoints",
+        "needs a direction: got along_gradient=False, num_random=0, no eigenvectors and no checkpoints",
     ),
     "points": (DirectionalDerivatives(num_points=-1), "num_points must be at least 0"),
     "radius": (DirectionalDerivatives(relative_radius=0.0), "must be positive: got 0"),

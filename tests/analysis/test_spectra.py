@@ -14,13 +14,14 @@ from t5x_fwdloss.analysis import (
     HessianGroupTraces,
     HessianSpectralDensity,
     LossComparison,
+    Objective,
     lanczos_state,
     vector_store,
 )
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.whole_spectrum_plots import spectral_samples
 
-from . import runs, toy
+from . import runs, tiny_t5, toy
 
 SIZE = (toy.FEATURES + 1) * toy.CLASSES
 
@@ -192,6 +193,32 @@ def test_the_losses_agree_and_only_t5xs_own_has_no_forward_mode(context):
     assert found.numbers["custom_vjp/value_difference"].value == 0.0
     assert "custom_vjp/jvp_difference" not in found.numbers
     assert "custom_vjp: cannot be differentiated forwards." in found.notes
+
+
+def test_chunked_candidates_are_compared_too(tmp_path):
+    context = Context(
+        objective=Objective.from_model(tiny_t5.model(), tiny_t5.batches()),
+        params=tiny_t5.parameters(),
+        seed=runs.SEED,
+        load_params=None,
+        state_path=lambda name: epath.Path(tmp_path) / name,
+    )
+    comparison = LossComparison(chunk_lengths=(2,), num_rounds=1)
+    comparison.validate(context)
+    found = comparison.run(context)
+    names = {name.rpartition("/")[0] for name in found.numbers}
+    assert "custom_jvp, chunks of 2" in names
+    for name in names - {"custom_vjp"}:
+        for what in ("value", "gradient", "jvp"):
+            number = found.numbers.get(f"{name}/{what}_difference")
+            assert number is None or number.value <= 1e-5, (name, what)
+    # The chunks' memory is another: the other loss was really used.
+    whole, chunked = (
+        found.numbers[f"custom_jvp{end}/memory"].value for end in ("", ", chunks of 2")
+    )
+    assert whole != chunked
+    with pytest.raises(ValueError, match="chunk length must be None or a whole"):
+        LossComparison(chunk_lengths=(0,)).validate(context)
 
 
 def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypatch):

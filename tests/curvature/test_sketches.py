@@ -196,6 +196,39 @@ def test_nan_names_the_step_and_the_block(estimator):
         estimator(broken, params(), 0)
 
 
+STATES = {"hutchpp": curvature.HutchppState, "xtrace": curvature.XtraceState}
+
+
+# Hutch++ in its sketch, its subspace, its probes.
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [("hutchpp", 2), ("hutchpp", 6), ("hutchpp", 10), ("xtrace", 1), ("xtrace", 3)],
+)
+def test_a_killed_run_ends_with_the_same_bits(name, stop):
+    matrix, _ = problems.symmetric(FLAT)
+    product = problems.matvec_of(matrix)
+    many = lambda vs: jax.vmap(product)(vs)
+    saved, steps = {}, []
+
+    def save(state):
+        steps.append(state.num_products)
+        if len(steps) == stop:
+            saved["arrays"] = jax.tree.map(np.array, state.arrays())
+            saved["metadata"] = state.metadata()
+
+    options = {"block_size": 3}
+    whole = SKETCHED[name](many, params(), 1, on_step=save, **options)
+    saved["arrays"] = {  # as JSON would give the small ones back
+        key: value if key == "blocks" else np.asarray(value.tolist())
+        for key, value in saved["arrays"].items()
+    }
+    state = STATES[name].from_saved(params(), **saved)
+    again = SKETCHED[name](many, params(), 1, state=state, **options)
+    np.testing.assert_array_equal(whole.samples, again.samples)
+    assert whole.interval == again.interval
+    assert whole.num_products == again.num_products
+
+
 def test_bad_counts_are_refused():
     product = problems.matvec_of(np.eye(60))
     with pytest.raises(ValueError, match="must be at least 2 for XTrace: got 1"):

@@ -2,17 +2,19 @@
 
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 from etils import epath
 from jaxtyping import PyTree
 
+from t5x_fwdloss.analysis import agreement, vector_store
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.curvature import preconditioner, probes, trees
 
 
 @dataclasses.dataclass
@@ -27,6 +29,10 @@ class Context:
         state_path: measurement name to the folder where it may save how far it is.
         is_primary: whether this process writes and shows progress.
         memory_budget: bytes a device that products may keep; None: half of the free.
+        load_second_moment: the second moment of the gradient, a tree like the float
+            parameters, out of the state of the checkpoint's optimizer.
+        vectors_path: measurement name to the folder where it leaves vectors.
+        vectors: measurement name to how many vectors it will leave.
         products: for each matrix used so far, how its products were computed.
     """
 
@@ -37,8 +43,12 @@ class Context:
     state_path: Callable[[str], epath.Path]
     is_primary: bool = True
     memory_budget: int | None = None
+    load_second_moment: Callable[[], PyTree] | None = None
+    vectors_path: Callable[[str], epath.Path] | None = None
+    vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     products: dict[str, str] = dataclasses.field(default_factory=dict)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
+    _preconditioner: PyTree | None = dataclasses.field(default=None, init=False)
     _linear: tuple[str, LinearProduct] | None = dataclasses.field(
         default=None, init=False
     )
@@ -68,6 +78,50 @@ class Context:
         if self._gradient is None:
             self._gradient = self.objective.gradient(self.params)
         return self._gradient
+
+    def check_second_moment(self, what: str) -> None:
+        """Refuse what needs the optimizer's state where it cannot be read.
+
+        Raises:
+            ValueError: names `what`.
+        """
+        if self.load_second_moment is None:
+            raise ValueError(
+                f"{what} needs a run that can read the state of the checkpoint's "
+                "optimizer: this one has no way to."
+            )
+
+    def preconditioner(self) -> PyTree:
+        r"""The diagonal $1 / (\sqrt v + \epsilon)$ of the optimizer, computed once.
+
+        A checkpoint without a second moment that is known here raises `ValueError`.
+        """
+        if self._preconditioner is None:
+            self.check_second_moment("A preconditioner")
+            assert self.load_second_moment is not None
+            moment = self.load_second_moment()
+            here = trees.float_part(self.params)
+            trees.check_like(moment, here, "second moment")
+            moment = jax.tree.map(
+                lambda x, y: jax.device_put(x, y.sharding), moment, here
+            )
+            self._preconditioner = preconditioner(moment)
+        return self._preconditioner
+
+    def saved_vectors(self, name: str) -> list[PyTree]:
+        """The vectors that a measurement earlier in the run has left."""
+        assert self.vectors_path is not None
+        like = probes.random_like(0, self.params)
+        paths = [
+            self.vectors_path(name) / f"vector_{i}" for i in range(self.vectors[name])
+        ]
+        # A small space has fewer eigenvectors than were asked for.
+        there = agreement.from_primary([path.exists() for path in paths])
+        return [
+            vector_store.restore(path, like)
+            for path, exists in zip(paths, there, strict=True)
+            if exists
+        ]
 
     def product(self, matrix: str, block_size: int = 1) -> Callable[[PyTree], PyTree]:
         """The product with a matrix, one vector to one, or stacked ones to as many.

@@ -7,6 +7,7 @@ import numpy as np
 
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
@@ -21,7 +22,7 @@ OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 
 
 @dataclasses.dataclass(frozen=True)
-class SpectralDensity:
+class SpectralDensity(OfMatrix):
     """What the measurements of a density share; `matrix` says of which.
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
@@ -34,9 +35,10 @@ class SpectralDensity:
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
+        group: a regular expression for the paths of the parameters measured.
+        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        damping: what is added to every eigenvalue.
     """
-
-    matrix: ClassVar[str]
 
     name: str
     num_probes: int = 4
@@ -51,7 +53,7 @@ class SpectralDensity:
         Raises:
             ValueError: one of them is out of range.
         """
-        context.objective.check_matrix(self.matrix)
+        self.check_matrix(context)
         title = type(self).__name__
         for name in ("num_probes", "num_steps", "save_every"):
             check_at_least(title, name, getattr(self, name), 1)
@@ -76,12 +78,13 @@ class SpectralDensity:
                     saved.save(state, len(state.nodes))
 
             samples = slq(
-                context.product(self.matrix),
+                self.product(context),
                 like,
                 key,
                 num_probes=self.num_probes,
                 num_steps=self.num_steps,
                 kind=self.kind,
+                mask=self.mask(context),
                 basis_on_host=self.basis_on_host,
                 on_step=on_step,
                 state=state,
@@ -99,7 +102,7 @@ class SpectralDensity:
         def number(value, unit, error):
             return Number(value, unit, error, OVER_PROBES, count=count)
 
-        unit = context.curvature_unit
+        unit = self.unit(context)
         return {
             "trace": number(trace.mean, unit, trace.standard_error),
             "frobenius_norm": number(

@@ -16,19 +16,37 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import parameters
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.curvature import (
+    apply_diagonal,
+    filter_normalized,
+    leaf_normalized,
+    probes,
+    trees,
+)
 
 FORWARD_REVERSE = "difference of forward and reverse mode"
+NORMALIZATIONS = {
+    "vector": lambda vector, _: vector,
+    "leaf": leaf_normalized,
+    "filter": filter_normalized,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DirectionalDerivatives:
-    """The loss along the gradient, random directions and towards other checkpoints.
+    """The loss along gradients, random directions, eigenvectors, to other checkpoints.
 
     Attributes:
         name: name in the results.
         along_gradient: whether the normalized gradient is a direction.
-        num_random: number of seeded random directions, Gaussian, of norm one.
+        along_preconditioned_gradient: whether the gradient over the root of the second
+            moment in the checkpoint's optimizer state is one.
+        num_random: number of seeded random directions, Gaussian.
+        random_normalization: 'vector' takes them as they are; 'leaf' and 'filter' give
+            each parameter, or each filter of it, the norm that it has in the checkpoint
+            (Li et al. 2018). All are of norm one in the end.
+        eigenvectors_of: name of a measurement before this one that saves eigenvectors;
+            each is a direction.
         checkpoints: paths of checkpoints; the direction is their parameters minus these.
         num_points: number of points at which the loss itself is computed; 0 for none.
         relative_radius: how far the points reach, in units of the parameters' norm.
@@ -38,7 +56,10 @@ class DirectionalDerivatives:
 
     name: str = "directional_derivatives"
     along_gradient: bool = True
+    along_preconditioned_gradient: bool = False
     num_random: int = 3
+    random_normalization: str = "vector"
+    eigenvectors_of: str | None = None
     checkpoints: Sequence[str] = ()
     num_points: int = 9
     relative_radius: float = 0.02
@@ -51,10 +72,24 @@ class DirectionalDerivatives:
         """
         check_at_least(type(self).__name__, "num_random", self.num_random, 0)
         check_at_least(type(self).__name__, "num_points", self.num_points, 0)
-        if not (self.along_gradient or self.num_random or self.checkpoints):
+        if not self._num_directions(context):
             raise ValueError(
                 "DirectionalDerivatives needs a direction: got along_gradient=False, "
-                "num_random=0 and no checkpoints."
+                "num_random=0, no eigenvectors and no checkpoints."
+            )
+        if self.random_normalization not in NORMALIZATIONS:
+            raise ValueError(
+                "DirectionalDerivatives.random_normalization must be one of "
+                f"{', '.join(NORMALIZATIONS)}: got {self.random_normalization!r}."
+            )
+        if self.along_preconditioned_gradient:
+            context.check_second_moment(
+                "DirectionalDerivatives.along_preconditioned_gradient"
+            )
+        if self.eigenvectors_of and not context.vectors.get(self.eigenvectors_of):
+            raise ValueError(
+                "DirectionalDerivatives.eigenvectors_of must name a measurement before "
+                f"it with save_eigenvectors=True: got {self.eigenvectors_of!r}."
             )
         if self.relative_radius <= 0:
             raise ValueError(
@@ -78,7 +113,7 @@ class DirectionalDerivatives:
         )
         arrays: dict[str, np.ndarray] = {"batch_losses": shares}
         notes: list[str] = []
-        with context.progress(self.name, self._num_directions()) as progress:
+        with context.progress(self.name, self._num_directions(context)) as progress:
             for label, direction in self._directions(context):
                 length = float(trees.norm(direction))
                 if length == 0.0:
@@ -90,18 +125,31 @@ class DirectionalDerivatives:
                 progress.update(note=label)
         return result(self, numbers, arrays=arrays, notes=tuple(notes))
 
-    def _num_directions(self):
-        return int(self.along_gradient) + self.num_random + len(self.checkpoints)
+    def _num_directions(self, context):
+        return (
+            int(self.along_gradient)
+            + int(self.along_preconditioned_gradient)
+            + self.num_random
+            + context.vectors.get(self.eigenvectors_of, 0)
+            + len(self.checkpoints)
+        )
 
     def _directions(self, context) -> Iterator[tuple[str, PyTree]]:
         if self.along_gradient:
             yield "gradient", context.gradient()
+        if self.along_preconditioned_gradient:
+            product = apply_diagonal(context.preconditioner(), context.gradient())
+            yield "preconditioned_gradient", product
         key = context.key(f"{self.name}/random")
         for i in range(self.num_random):
             probe = probes.random_like(
                 probes.probe_key(key, i), context.params, "normal"
             )
-            yield f"random_{i}", probe
+            normalize = NORMALIZATIONS[self.random_normalization]
+            yield f"random_{i}", normalize(probe, context.params)
+        if self.eigenvectors_of:
+            for i, vector in enumerate(context.saved_vectors(self.eigenvectors_of)):
+                yield f"eigenvector_{i}", vector
         for i, path in enumerate(self.checkpoints):
             yield f"checkpoint_{i}", self._difference(context, path)
 

@@ -11,14 +11,23 @@ from typing import ClassVar
 
 import numpy as np
 
+from t5x_fwdloss.analysis import agreement, vector_store
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
 from t5x_fwdloss.analysis.numbers import RESIDUAL, MeasurementResult, Number
-from t5x_fwdloss.curvature import EigenpairsState, directions, eigenpairs, probes, trees
+from t5x_fwdloss.curvature import (
+    EigenpairsState,
+    directions,
+    eigenpairs,
+    groups,
+    probes,
+    trees,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Eigenpairs:
+class Eigenpairs(OfMatrix):
     """What the measurements of eigenpairs share; `matrix` says of which.
 
     Attributes:
@@ -31,9 +40,14 @@ class Eigenpairs:
         max_basis: largest number of vectors held at once, or None for `max_steps`.
         basis_on_host: whether the vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
+        num_starts: random start vectors: eigenvalues of a multiplicity up to this number
+            are seen as often as they occur.
+        save_eigenvectors: whether the eigenvectors are left in the output folder, in
+            `<name>_vectors`, as directions of the parameters.
+        group: a regular expression for the paths of the parameters measured.
+        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        damping: what is added to every eigenvalue.
     """
-
-    matrix: ClassVar[str]
 
     name: str
     num_largest: int = 5
@@ -43,6 +57,13 @@ class Eigenpairs:
     max_basis: int | None = None
     basis_on_host: bool = False
     save_every: int = 10
+    num_starts: int = 1
+    save_eigenvectors: bool = False
+
+    @property
+    def num_vectors(self) -> int:
+        """How many eigenvectors it leaves in the output folder, at most."""
+        return (self.num_largest + self.num_smallest) * self.save_eigenvectors
 
     def validate(self, context: Context) -> None:
         """Check the counts and the tolerance.
@@ -50,13 +71,14 @@ class Eigenpairs:
         Raises:
             ValueError: one of them is out of range.
         """
-        context.objective.check_matrix(self.matrix)
+        self.check_matrix(context)
         title = type(self).__name__
         for name, least in (
             ("num_largest", 0),
             ("num_smallest", 0),
             ("max_steps", 1),
             ("save_every", 1),
+            ("num_starts", 1),
         ):
             check_at_least(title, name, getattr(self, name), least)
         if self.num_largest + self.num_smallest < 1:
@@ -69,9 +91,19 @@ class Eigenpairs:
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
         key = context.key(f"{self.name}/start")
-        start = probes.random_like(key, context.params, "normal")
+
+        def draw(number):
+            probe = probes.random_like(
+                probes.probe_key(key, number) if number else key,
+                context.params,
+                "normal",
+            )
+            mask = self.mask(context)
+            return probe if mask is None else groups.restrict(probe, mask)
+
+        start = [draw(number) for number in range(self.num_starts)]
         saved = LanczosState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(start, EigenpairsState)
+        state = saved.restore(start[0], EigenpairsState)
         done = 0 if state is None else state.space.num_products
         with context.progress(self.name, self.max_steps, done) as progress:
 
@@ -81,7 +113,7 @@ class Eigenpairs:
                     saved.save(state, state.num_restarts)
 
             found = eigenpairs(
-                context.product(self.matrix),
+                self.product(context),
                 start,
                 num_largest=self.num_largest,
                 num_smallest=self.num_smallest,
@@ -89,20 +121,29 @@ class Eigenpairs:
                 tolerance=self.tolerance,
                 max_basis=self.max_basis,
                 basis_on_host=self.basis_on_host,
-                fresh=lambda i: probes.random_like(
-                    probes.probe_key(key, i), start, "normal"
-                ),
+                dimension=self.dimension(context),
+                fresh=lambda i: draw(self.num_starts + i),
                 on_step=on_step,
                 state=state,
             )
         cosines = self._cosines(context, found)
+        if self.save_eigenvectors:
+            self._save(context, found)
         return self._result(context, found, cosines)
 
     def _cosines(self, context, found) -> np.ndarray:
-        if float(trees.norm(context.gradient())) == 0.0:
+        gradient = self.vector(context, context.gradient())
+        if float(trees.norm(gradient)) == 0.0:
             return np.zeros(len(found.eigenvectors))
-        cosines, _ = directions.overlaps(context.gradient(), found.eigenvectors)
+        cosines, _ = directions.overlaps(gradient, found.eigenvectors)
         return cosines
+
+    def _save(self, context, found):
+        for number, vector in enumerate(found.eigenvectors):
+            path = context.vectors_path(self.name) / f"vector_{number}"
+            # A run that was killed here may have written it.
+            if not agreement.from_primary(context.is_primary and path.exists()):
+                vector_store.save(path, self.direction(context, vector))
 
     def _result(self, context, found, cosines) -> MeasurementResult:
         numbers = {}
@@ -110,7 +151,7 @@ class Eigenpairs:
         for i, end in enumerate(found.ends):
             numbers[f"{end}_{next(counters[end])}"] = Number(
                 float(found.eigenvalues[i]),
-                context.curvature_unit,
+                self.unit(context),
                 float(found.residuals[i]),
                 RESIDUAL,
                 converged=bool(found.converged[i]),

@@ -1,49 +1,64 @@
-"""The trace of a matrix by Hutchinson's estimator, with its standard error."""
+"""The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
 from typing import ClassVar
 
-import numpy as np
-
-from t5x_fwdloss.analysis import agreement, files
+from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
-from t5x_fwdloss.curvature import hutchinson_trace, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace:
+class Trace(OfMatrix):
     """What the measurements of a trace share; `matrix` says of which.
 
     Attributes:
         name: name in the results.
-        num_probes: number of random vectors, at most; each costs one product.
+        num_probes: number of random vectors, at most. Hutchinson's estimator takes one
+            product for each, Hutch++ one and two for each vector of its sketch, XTrace
+            two.
         block_size: probes in one compiled, vmapped product.
-        kind: 'rademacher' (random signs, less variance) or 'normal'.
+        estimator: 'hutchinson' keeps no vectors; 'hutch++' and 'xtrace' keep one or two
+            for each random vector, and their error falls much faster where the spectrum
+            does.
+        sketch_size: vectors of the sketch of Hutch++.
+        kind: 'rademacher' (random signs, less variance) or 'normal'; Hutchinson only.
         relative_error: stop as soon as half the confidence interval is at most this
             part of the mean; None: use every probe.
         confidence: level of the confidence interval.
+        basis_on_host: whether kept vectors lie in host memory.
+        group: a regular expression for the paths of the parameters measured.
+        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        damping: what is added to every eigenvalue.
     """
-
-    matrix: ClassVar[str]
 
     name: str
     num_probes: int = 32
     block_size: int = 4
+    estimator: str = "hutchinson"
+    sketch_size: int = 10
     kind: str = "rademacher"
     relative_error: float | None = None
     confidence: float = 0.95
+    basis_on_host: bool = False
 
     def validate(self, context: Context) -> None:
-        """Check the counts, the law of the probes and the confidence.
+        """Check the counts, the estimator, the law of the probes and the confidence.
 
         Raises:
             ValueError: one of them is out of range.
         """
-        context.objective.check_matrix(self.matrix)
+        self.check_matrix(context)
         title = type(self).__name__
         check_at_least(title, "num_probes", self.num_probes, 2)
         check_at_least(title, "block_size", self.block_size, 1)
+        check_at_least(title, "sketch_size", self.sketch_size, 1)
+        if self.estimator not in trace_estimators.ESTIMATORS:
+            raise ValueError(
+                f"{title}.estimator must be one of "
+                f"{', '.join(trace_estimators.ESTIMATORS)}: got {self.estimator!r}."
+            )
         if self.kind not in ("rademacher", "normal"):
             raise ValueError(
                 f"{title}.kind must be 'rademacher' or 'normal': got {self.kind!r}."
@@ -54,40 +69,20 @@ class Trace:
             )
 
     def run(self, context: Context) -> MeasurementResult:
-        """Draw the probes, from the saved samples on if there are any."""
-        path = context.state_path(self.name) / "samples.json"
-        samples = agreement.from_primary(
-            files.read_json(path) if context.is_primary and path.exists() else []
+        """Draw the probes, from what was saved on if there is anything."""
+        found = trace_estimators.ESTIMATORS[self.estimator](
+            self,
+            context,
+            self.product(context, self.block_size),
+            context.key(f"{self.name}/probes"),
         )
-        with context.progress(self.name, self.num_probes, len(samples)) as progress:
-            counted = len(samples)
-
-            def on_probe(taken: np.ndarray):
-                nonlocal counted
-                progress.update(len(taken) - counted, f"mean {taken.mean():.4g}")
-                counted = len(taken)
-                if context.is_primary:
-                    files.write_json(path, taken)
-
-            found = hutchinson_trace(
-                context.product(self.matrix, self.block_size),
-                context.params,
-                context.key(f"{self.name}/probes"),
-                num_probes=self.num_probes,
-                kind=self.kind,
-                relative_error=self.relative_error,
-                confidence=self.confidence,
-                block_size=self.block_size,
-                on_probe=on_probe,
-                samples=np.asarray(samples, np.float64),
-            )
-        size = trees.dimension(context.params)
+        size, unit = self.dimension(context), self.unit(context)
         converged = found.converged is not False
         low, high = found.interval
         numbers = {
             "trace": Number(
                 found.mean,
-                context.curvature_unit,
+                unit,
                 found.standard_error,
                 STANDARD_ERROR,
                 converged=converged,
@@ -96,7 +91,7 @@ class Trace:
             ),
             "mean_eigenvalue": Number(
                 found.mean / size,
-                context.curvature_unit,
+                unit,
                 found.standard_error / size,
                 STANDARD_ERROR,
                 converged=converged,
@@ -104,7 +99,13 @@ class Trace:
                 count=found.num_probes,
             ),
         }
-        return result(self, numbers, arrays={"samples": found.samples})
+        notes = ()
+        if found.rank is not None:
+            notes = (
+                f"The subspace holds the whole range of the matrix, of rank {found.rank}:"
+                " the trace is exact up to rounding.",
+            )
+        return result(self, numbers, arrays={"samples": found.samples}, notes=notes)
 
 
 @dataclasses.dataclass(frozen=True)
