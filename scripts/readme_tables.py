@@ -31,9 +31,11 @@ def losses(shape: str, file: str = "loss_cpu.json") -> str:
     if any(row["time"] for row in rows):
         timed = report["settings"].get("time_length") or length
         caption += (
-            f"; after the comma the time at length {timed}, over that of "
+            "; after the comma the time, in units of that of "
             f"{report['reference']}'s value and gradient"
         )
+        if timed != length:
+            caption += f", at length {timed}"
     lines = [
         caption + ":",
         "",
@@ -53,7 +55,22 @@ def _cell(memory, time):
     return f"{memory:.2f}" + ("" if ratio is None else f", {ratio:.2f}")
 
 
-TABLES = {"V32128": lambda: losses("V32128"), "V250112": lambda: losses("V250112")}
+def train_step(file: str = "loss_cpu.json") -> str:
+    """Memory and time of a whole T5X train step under each loss."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    lines = ["| loss | temporary memory | step time |", "|---|---|---|"]
+    lines += [
+        f"| {name} | {row['temporary_bytes'] / 2**20:.0f} MiB | {row['ratio']:.2f} |"
+        for name, row in report["train_step"].items()
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "V32128": lambda: losses("V32128"),
+    "V250112": lambda: losses("V250112"),
+    "train_step": train_step,
+}
 
 
 def rewritten(text: str) -> str:

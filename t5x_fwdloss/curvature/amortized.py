@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import operators, products, trees
+from t5x_fwdloss.curvature import folding, operators, products, trees
 
 # The part of free memory that residuals may take where no budget is given.
 SHARE = 0.5
@@ -58,8 +58,9 @@ def hessian_map(loss: products.Function) -> LinearMap:
 
     def linearize(params, *args):
         function = products.of_floats(loss, params, args)
-        _, linear = jax.linearize(jax.grad(function), trees.float_part(params))
-        return linear
+        floats = trees.float_part(params)
+        _, linear = jax.linearize(jax.grad(function), floats)
+        return folding.fold((linear, floats))
 
     def apply(linear, params, v, *args):
         del args
@@ -75,11 +76,16 @@ def gauss_newton_map(
 
     def linearize(params, *args):
         function = products.of_floats(outputs, params, args)
-        return jax.linearize(function, trees.float_part(params))
+        floats = trees.float_part(params)
+        z, jacobian = jax.linearize(function, floats)
+        transpose = jax.linear_transpose(jacobian, floats)
+        return z, folding.fold((jacobian, floats), (lambda bar: transpose(bar)[0], z))
 
     def apply(residuals, params, v, *args):
-        z, jacobian = residuals
-        return products.sandwich(z, jacobian, output_hessian, params, v, args)
+        z, folded = residuals
+        return products.sandwich(
+            z, folded, output_hessian, params, v, args, lambda bar: folded(bar, 1)
+        )
 
     direct = products.gauss_newton_product(outputs, output_hessian)
     return LinearMap(linearize, apply, direct)
@@ -186,7 +192,11 @@ class AmortizedProduct:
         pairs = list(zip(self._residuals, self._args, strict=True))
         product = lambda _, __, index: part(*pairs[index])
         numbers = [(index,) for index in range(len(pairs))]
-        return operators.summed(product, None, numbers, factor=self._factor)(v)
+        # The parts are compiled, so that their results are new arrays.
+        total = operators.summed(
+            product, None, numbers, factor=self._factor, fresh=True
+        )
+        return total(v)
 
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector."""

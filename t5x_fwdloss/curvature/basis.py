@@ -31,7 +31,7 @@ class Basis:
         self,
         like: PyTree,
         *,
-        rows_per_block: int = 8,
+        rows_per_block: int = 4,
         on_host: bool = False,
     ):
         """An empty basis.
@@ -66,14 +66,15 @@ class Basis:
             return self._move(block, jax.local_devices()[0].default_memory().kind)
         return block
 
-    def append(self, w: PyTree, factor: float) -> PyTree:
-        """Appends the vector `factor * w` and returns it."""
+    def append(self, w: PyTree, factor: float, *, donate: bool = False) -> PyTree:
+        """Appends the vector `factor * w` and returns it; may reuse the memory of `w`."""
         number, row = divmod(self.size, self.rows_per_block)
         if number == len(self.blocks):
             if self.on_host and self.blocks:
                 self.blocks[-1] = self._move(self.blocks[-1], "pinned_host")
             self.blocks.append(self._empty(self.rows_per_block))
-        self.blocks[number], v = block_ops.write_row(
+        write = block_ops.write_own_row if donate else block_ops.write_row
+        self.blocks[number], v = write(
             self.blocks[number],
             row,
             w,
@@ -224,9 +225,18 @@ class Basis:
         return np.block(rows)[: self.size, : self.size]
 
     def local_step(
-        self, w: PyTree, v: PyTree, previous: PyTree, coefficient: float
+        self,
+        w: PyTree,
+        v: PyTree,
+        previous: PyTree | None,
+        coefficient: float,
+        overlap: float = 0.0,
     ) -> tuple[PyTree, Array, Array]:
-        """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm."""
-        return block_ops.local_step(
-            w, v, previous, coefficient, shardings=self.shardings
-        )
+        """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm.
+
+        The memory of `previous` is reused. `overlap` is its rest of a product with `v`.
+        """
+        step = block_ops.last_local_step
+        if previous is None:
+            step, previous, coefficient = block_ops.local_step, v, 0.0
+        return step(w, v, previous, coefficient, overlap, shardings=self.shardings)

@@ -1,8 +1,9 @@
 """Compiled operations on one block of stacked vectors; `basis` drives them.
 
-A block is a tree whose leaves are `[rows, ...]`. Sums over a leaf are contractions, so
-that a sharded leaf is summed where it lies and only `[rows]` numbers are exchanged.
-Every function takes the shardings that its results must keep.
+A block is a tree whose leaves are `[rows, ...]`. A sharded leaf is summed where it lies and
+only `[rows]` numbers are exchanged. Sums over a leaf are `jnp.sum`, which the compiler
+splits: a matrix product adds up eight million float32 numbers one after the other, and was
+seen to be wrong by 4e-4. Every function takes the shardings that its results must keep.
 """
 
 import functools
@@ -20,8 +21,7 @@ def coefficients(block, w):
     """The inner products of a vector with the rows, `[rows]`; traced."""
 
     def one(rows, leaf):
-        axes = tuple(range(1, rows.ndim)), tuple(range(leaf.ndim))
-        return jax.lax.dot_general(rows, leaf, (axes, ((), ())), precision=HIGHEST)
+        return jnp.sum(rows * leaf[None], axis=tuple(range(1, rows.ndim)))
 
     parts = jax.tree.leaves(jax.tree.map(one, block, w))
     dtype = trees.widest_dtype(*parts)
@@ -41,11 +41,9 @@ def subtract(w, block, c, *, shardings):
     return shardings_lib.constrain(w, shardings)
 
 
-@functools.partial(jax.jit, static_argnames="shardings")
-def local_step(w, v, previous, coefficient, *, shardings):
-    """The three-term recurrence: w - c v_previous - <v, w> v, <v, w>, new norm."""
+def _local_step(w, v, previous, coefficient, overlap, *, shardings):
     # <v, previous> is rounding, but it would enter alpha multiplied by c.
-    alpha = trees.inner(v, w) - coefficient * trees.inner(v, previous)
+    alpha = trees.inner(v, w) - coefficient * overlap
 
     def one(w, v, previous):
         c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)
@@ -55,11 +53,15 @@ def local_step(w, v, previous, coefficient, *, shardings):
     return w, alpha, trees.norm(w)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("shardings", "stacked"), donate_argnames="block"
+# The three-term recurrence: w - c v_previous - <v, w> v, with <v, w> and the new norm;
+# `last_local_step` reuses the memory of v_previous.
+local_step = jax.jit(_local_step, static_argnames="shardings")
+last_local_step = jax.jit(
+    _local_step, static_argnames="shardings", donate_argnames="previous"
 )
-def write_row(block, index, w, factor, *, shardings, stacked):
-    """The block with a row set to `factor * w`, and that row; reuses the block."""
+
+
+def _write_row(block, index, w, factor, *, shardings, stacked):
     v = shardings_lib.constrain(trees.scale(factor, w), shardings)
     block = jax.tree.map(
         lambda rows, leaf: jax.lax.dynamic_update_index_in_dim(rows, leaf, index, 0),
@@ -67,6 +69,15 @@ def write_row(block, index, w, factor, *, shardings, stacked):
         v,
     )
     return shardings_lib.constrain(block, stacked), v
+
+
+# The block with a row set to `factor * w`, and that row; reuses the block, and with
+# `write_own_row` the vector, too.
+_STATIC = ("shardings", "stacked")
+write_row = jax.jit(_write_row, static_argnames=_STATIC, donate_argnames="block")
+write_own_row = jax.jit(
+    _write_row, static_argnames=_STATIC, donate_argnames=("block", "w")
+)
 
 
 @functools.partial(jax.jit, static_argnames="shardings")
@@ -98,12 +109,5 @@ def add_rotated(total, rotation, block, *, shardings):
 @functools.partial(jax.jit, static_argnames="shardings")
 def gram(left, right, *, shardings):
     """The inner products of all rows of two blocks."""
-
-    def one(a, b):
-        axes = tuple(range(1, a.ndim))
-        return jax.lax.dot_general(a, b, ((axes, axes), ((), ())), precision=HIGHEST)
-
-    parts = jax.tree.leaves(jax.tree.map(one, left, right))
-    dtype = trees.widest_dtype(*parts)
-    total = functools.reduce(jnp.add, [part.astype(dtype) for part in parts])
+    total = jax.vmap(lambda v: coefficients(right, v))(left)
     return shardings_lib.replicate(total, shardings)

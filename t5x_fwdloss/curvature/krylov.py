@@ -7,12 +7,13 @@ couple to those still to be expanded. One start vector gives Lanczos, several gi
 Lanczos (each may be deflated on its own), and after a thick restart $T$ has Ritz values
 on its diagonal: one step serves all three.
 
-A step subtracts the couplings that symmetry already tells, then *measures* the overlap
-with the whole basis. What is above `OVERLAP` of the norm is subtracted, and once more
-where that shrank the norm below $1/\sqrt 2$ ("twice is enough"). Overlaps below
-$\sqrt\epsilon$ would already leave $T$ correct to rounding (Simon); the bound here,
-$\epsilon^{3/4}$, keeps the basis orthogonal to about 1e-5 in float32 at half the reads.
-$T$ is float64 on the host; vectors stay on the devices.
+A step subtracts the couplings that symmetry already tells. Then the overlap with the whole
+basis is predicted (`orthogonality`), and measured where the prediction does not rule out
+that it is above the bound. What is above is subtracted, and once more where that shrank
+the norm below $1/\sqrt 2$ ("twice is enough"). Overlaps below $\sqrt\epsilon$ would
+already leave $T$ correct to rounding (Simon); the bound here, $\epsilon^{5/8}$, keeps the
+basis orthogonal to about 5e-5 in float32. $T$ is float64 on the host; vectors stay on the
+devices.
 
 References:
   Parlett 1998, The Symmetric Eigenvalue Problem, sections 6.9 and 13.
@@ -30,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import basis, errors, trees
+from t5x_fwdloss.curvature import basis, errors, orthogonality, trees
 
 Matvec = collections.abc.Callable[[PyTree], PyTree]
 
@@ -38,7 +39,7 @@ Matvec = collections.abc.Callable[[PyTree], PyTree]
 BREAKDOWN = 10.0
 SQRT_HALF = math.sqrt(0.5)
 # The power of epsilon at which an overlap with the basis is subtracted.
-OVERLAP_POWER = 0.75
+OVERLAP_POWER = 5 / 8
 
 
 class Krylov:
@@ -50,10 +51,11 @@ class Krylov:
       num_expanded: $j$.
       num_products: Products with $A$ so far.
       num_passes: Steps that needed one, and two, passes of Gram-Schmidt.
+      num_measured: Steps that measured their overlaps.
     """
 
     def __init__(
-        self, like: PyTree, *, rows_per_block: int = 8, basis_on_host: bool = False
+        self, like: PyTree, *, rows_per_block: int = 4, basis_on_host: bool = False
     ):
         """An empty space.
 
@@ -69,18 +71,25 @@ class Krylov:
         self.num_expanded = 0
         self.num_products = 0
         self.num_passes = [0, 0]
+        self.num_measured = 0
+        self.orthogonality = orthogonality.Orthogonality()
         self._recent = {}
         self._eps = max(
             float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(like)
         )
         self._overlap_bound = self._eps**OVERLAP_POWER
+        self._tiny = float(np.finfo(np.float64).tiny)
 
     def arrays(self) -> dict:
         """The state's arrays, a pytree to be saved (orbax takes it as it is).
 
         The next step overwrites the last block in place: save before it, or copy.
         """
-        return {"blocks": self.basis.blocks, "projected": self.projected}
+        return {
+            "blocks": self.basis.blocks,
+            "projected": self.projected,
+            "gram": self.orthogonality.gram,
+        }
 
     def metadata(self) -> dict:
         """The rest of the state, plain numbers that JSON holds."""
@@ -91,6 +100,8 @@ class Krylov:
             "num_expanded": self.num_expanded,
             "num_products": self.num_products,
             "num_passes": list(self.num_passes),
+            "num_measured": self.num_measured,
+            "orthogonality": self.orthogonality.metadata(),
         }
 
     @classmethod
@@ -115,6 +126,10 @@ class Krylov:
         space.num_expanded = metadata["num_expanded"]
         space.num_products = metadata["num_products"]
         space.num_passes = list(metadata["num_passes"])
+        space.num_measured = metadata["num_measured"]
+        space.orthogonality = orthogonality.Orthogonality.from_saved(
+            arrays["gram"], metadata["orthogonality"]
+        )
         return space
 
     @property
@@ -151,11 +166,12 @@ class Krylov:
                 break
         if after <= BREAKDOWN * self._eps * before:
             return False
-        self._append(rest, after)
+        self._append(rest, after, np.zeros(self.basis.size))
         return True
 
-    def _append(self, w, length):
-        v = self.basis.append(w, 1.0 / length)
+    def _append(self, w, length, overlaps, uncertainty=0.0):
+        self.orthogonality.append(overlaps, uncertainty)
+        v = self.basis.append(w, 1.0 / length, donate=True)
         self._recent[self.basis.size - 1] = v
         size = self.basis.size
         grown = np.zeros((size, size))
@@ -171,7 +187,8 @@ class Krylov:
         r"""Multiplies the next vector by $A$ and appends what is new, one step.
 
         Args:
-          matvec: The product with $A$, a symmetric linear map.
+          matvec: The product with $A$, a symmetric linear map. It must not keep its
+            argument, whose memory is used again.
 
         Returns:
           The norm of the new part, zero at a breakdown: no vector was appended.
@@ -188,33 +205,67 @@ class Krylov:
             known = known[-1:]  # after a restart: leave them to the full passes
         for i in known[:-1]:
             w = trees.axpy(-self.projected[j, i], self._vector(i), w)
-        previous = self._vector(known[-1]) if known else v
-        coefficient = float(self.projected[j, known[-1]]) if known else 0.0
-        w, alpha, length = self.basis.local_step(w, v, previous, coefficient)
+        previous, coefficient, overlap = None, 0.0, 0.0
+        if known:
+            previous = self._vector(known[-1])
+            del self._recent[known[-1]]  # its memory is reused
+            coefficient = float(self.projected[j, known[-1]])
+            overlap = float(self.orthogonality.gram[j, known[-1]])
+        w, alpha, length = self.basis.local_step(w, v, previous, coefficient, overlap)
         after = _checked(length, w, name)
         column = np.zeros(size)
         column[j] = float(alpha)
 
-        in_space = False
-        for number in range(2):
+        w, after, overlaps = self._reorthogonalized(w, after, column, name)
+        self._store(column)
+
+        if after <= BREAKDOWN * self._eps * self.scale():
+            return 0.0
+        self._append(w, after, *overlaps)
+        self.projected[size, j] = self.projected[j, size] = after
+        return after
+
+    def _reorthogonalized(self, w, after, column, name):
+        """The remainder made orthogonal, its norm, and its overlaps; adds to `column`.
+
+        The norm is zero where the remainder lies in the space up to rounding. The
+        overlaps come with their uncertainty, as `Orthogonality.append` takes them.
+        """
+        state, j = self.orthogonality, self.num_expanded
+        known = column.copy()
+        known[:j] = self.projected[j, :j]
+        # A remainder near the rounding of the product, or with other vectors waiting to
+        # be expanded, cannot be predicted.
+        tiny = after <= math.sqrt(self._eps) * self.scale()
+        alone = j == self.basis.size - 1
+        prediction = None
+        if alone and not tiny:
+            prediction = state.predict(self.projected, known, after)
+        if prediction is not None and state.suffices(prediction, self._overlap_bound):
+            return w, after, prediction
+        self.num_measured += 1
+        bound = state.bound(self._overlap_bound)
+        in_space, num_passes, overlap = False, 0, np.zeros(self.basis.size)
+        while num_passes < 2:
             overlap = self.basis.coefficients(w)
-            if np.abs(overlap).max() <= self._overlap_bound * after:
+            if num_passes == 0:
+                state.compare(prediction, overlap / max(after, self._tiny))
+            if np.abs(overlap).max() <= bound * after:
                 break
             w = self.basis.subtract(w, overlap)
             column += overlap
-            self.num_passes[number] += 1
+            self.num_passes[num_passes] += 1
+            num_passes += 1
             before, after = after, _finite_norm(w, name)
+            overlap = np.zeros_like(overlap)
             # What a second pass shrinks much, too, lies in the space up to rounding.
-            in_space = number == 1 and after < 0.1 * before
+            in_space = num_passes == 2 and after < 0.1 * before
             if after >= SQRT_HALF * before:
                 break
-        self._store(column)
-
-        if in_space or after <= BREAKDOWN * self._eps * self.scale():
-            return 0.0
-        self._append(w, after)
-        self.projected[size, j] = self.projected[j, size] = after
-        return after
+        state.clean(num_passes > 0)
+        if in_space:
+            after = 0.0
+        return w, after, (overlap / max(after, self._tiny), 0.0)
 
     def _store(self, column):
         """Puts column `j` into the projected matrix, which stays symmetric."""
@@ -258,6 +309,7 @@ class Krylov:
         projected[kept:, :kept] = self.projected[j:, :j] @ keep
         projected[:kept, kept:] = projected[kept:, :kept].T
         self.basis = self.basis.rotated(rotation)
+        self.orthogonality.rotate(rotation)
         self.projected = projected
         self.num_expanded = kept
         self._recent = {}

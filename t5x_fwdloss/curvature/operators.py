@@ -28,6 +28,7 @@ def summed(
     batches: collections.abc.Sequence[tuple],
     *,
     factor: float = 1.0,
+    fresh: bool = False,
 ) -> krylov.Matvec:
     """The map `v -> factor * sum over batches of product(params, v, *batch)`.
 
@@ -36,6 +37,8 @@ def summed(
       params: The parameters.
       batches: For each batch the tuple of further arguments.
       factor: One over the normalizer of all batches together.
+      fresh: Whether a product's result is never one of its arguments, as that of a
+        compiled program; then it is not copied before it is added to.
 
     Returns:
       The product; it holds on to the parameters and the batches.
@@ -47,8 +50,9 @@ def summed(
         raise ValueError("A sum of products must have at least one batch: got none.")
 
     def matvec(v):
-        # The first result is copied, because a product may return its argument.
-        total = trees.scale(1.0, product(params, v, *batches[0]))
+        total = product(params, v, *batches[0])
+        if not fresh:
+            total = trees.scale(1.0, total)
         for batch in batches[1:]:
             total = _accumulate(total, product(params, v, *batch))
         return total if factor == 1.0 else trees.scale(factor, total)

@@ -145,6 +145,7 @@ def sandwich(
     params: PyTree,
     v: PyTree,
     args: tuple,
+    transpose: Function | None = None,
 ) -> PyTree:
     """The vector `J^T H_L J v`, where the outputs are linearized already.
 
@@ -155,6 +156,7 @@ def sandwich(
       params: The parameters.
       v: The vector.
       args: Further arguments of `output_hessian`.
+      transpose: The map `u -> J^T u`; None: made from `jacobian`.
 
     Returns:
       The product.
@@ -162,7 +164,10 @@ def sandwich(
     z_dot = jacobian(tangent(v, params))
     z_bar = output_hessian(z, z_dot, *args)
     z_bar = jax.tree.map(lambda bar, dot: bar.astype(dot.dtype), z_bar, z_dot)
-    (result,) = jax.linear_transpose(jacobian, trees.float_part(params))(z_bar)
+    if transpose is None:
+        (result,) = jax.linear_transpose(jacobian, trees.float_part(params))(z_bar)
+    else:
+        result = transpose(z_bar)
     return trees.as_vector(result)
 
 

@@ -44,7 +44,10 @@ def test_recurrence_and_orthonormality_hold(num_steps):
     q = rows(result.basis)
     k = num_steps
     assert len(result.alphas) == k
-    np.testing.assert_allclose(q @ q.T, np.eye(len(q)), atol=1e-11)
+    eps = float(np.finfo(np.float64).eps)
+    np.testing.assert_allclose(
+        q @ q.T, np.eye(len(q)), atol=eps**krylov.OVERLAP_POWER, rtol=0
+    )
     rest = np.zeros((k, problems.SIZE))
     if k < problems.SIZE:
         rest[-1] = result.betas[-1] * q[k]

@@ -1,0 +1,95 @@
+"""What is known of a Krylov basis without reading it, against the basis itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature import krylov
+
+from . import problems
+
+EPS = float(jnp.finfo(jnp.float32).eps)
+SHAPES = {"kernel": (20, 15)}
+SPECTRA = {
+    # Slow and fast loss of orthogonality: the growth of one step is about |A| / beta.
+    "bulk": np.linspace(-1.0, 3.0, 300),
+    "outliers": np.r_[np.random.default_rng(0).normal(size=296), 12, 20, -8, 25.0],
+    "far outliers": np.r_[np.random.default_rng(0).normal(size=296), 1e3, 80, -40, 300],
+    "decay": 10 * 0.9 ** np.arange(300.0),
+}
+
+
+def grown(eigenvalues, num_steps, restart_at=None):
+    matrix, _ = problems.symmetric(eigenvalues)
+    rng = np.random.default_rng(1)
+    start = problems.unflatten(rng.normal(size=300), shapes=SHAPES)
+    space = krylov.Krylov(start)
+    space.add_start(start)
+    product = problems.matvec_of(matrix)
+    for step in range(num_steps):
+        if step == restart_at:
+            _, vectors, _ = space.ritz()
+            space.restart(vectors[:, -6:])
+        space.expand(product)
+    return space
+
+
+@pytest.mark.parametrize("restart_at", [None, 20])
+@pytest.mark.parametrize("eigenvalues", SPECTRA.values(), ids=SPECTRA.keys())
+def test_the_basis_stays_orthogonal_and_the_estimate_says_how_much(
+    eigenvalues, restart_at
+):
+    space = grown(eigenvalues, 60, restart_at)
+    gram = space.basis.gram()
+    bound = EPS**krylov.OVERLAP_POWER
+    assert np.abs(gram - np.eye(len(gram))).max() <= 4 * bound
+    assert np.abs(gram - space.orthogonality.gram).max() <= bound
+
+
+def test_most_steps_of_a_friendly_spectrum_read_nothing():
+    space = grown(SPECTRA["bulk"], 60)
+    assert space.num_measured <= 30
+    assert sum(space.num_passes) <= 12
+
+
+def test_a_start_block_is_measured_at_every_step():
+    matrix, _ = problems.symmetric(SPECTRA["bulk"])
+    rng = np.random.default_rng(1)
+    starts = [problems.unflatten(rng.normal(size=300), shapes=SHAPES) for _ in range(2)]
+    space = krylov.Krylov(starts[0])
+    assert all(space.add_start(vector) for vector in starts)
+    for _ in range(20):
+        space.expand(problems.matvec_of(matrix))
+    assert space.num_measured == 20
+
+
+def test_overlaps_of_large_leaves_are_summed_to_rounding():
+    rng = np.random.default_rng(0)
+    leaf = rng.normal(size=(256, 16384)).astype(np.float32)
+    leaf /= np.linalg.norm(leaf)
+    vector = {"embedding": jnp.asarray(leaf)}
+    basis = curvature.Basis(vector)
+    basis.append(vector, 1.0)
+    basis.append(vector, 0.5)
+    square = float(np.square(leaf.astype(np.float64)).sum())
+    expected = [square, square / 2]
+    np.testing.assert_allclose(basis.coefficients(vector), expected, rtol=4 * EPS)
+    np.testing.assert_allclose(basis.gram()[0], expected, rtol=4 * EPS)
+
+
+def test_the_memory_of_a_vector_that_is_no_longer_read_is_used_again():
+    matrix, _ = problems.symmetric(SPECTRA["bulk"])
+    product, seen = problems.matvec_of(matrix), []
+
+    def watched(v):
+        seen.append(v)
+        return product(v)
+
+    rng = np.random.default_rng(1)
+    curvature.lanczos(
+        watched, problems.unflatten(rng.normal(size=300), shapes=SHAPES), num_steps=6
+    )
+    deleted = [jax.tree.leaves(v)[0].is_deleted() for v in seen]
+    assert deleted[:4] == [True] * 4
