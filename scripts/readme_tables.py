@@ -66,10 +66,30 @@ def train_step(file: str = "loss_cpu.json") -> str:
     return "\n".join(lines)
 
 
+def curvature(file: str = "curvature_cpu.json") -> str:
+    """What a product costs, in units of one gradient, at each vocabulary."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    problems = report["problems"]
+    heads = [f"vocabulary {problem['vocabulary']}" for problem in problems]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name in problems[0]["rows"]:
+        times = [f"{problem['rows'][name]['time']:.2f}" for problem in problems]
+        lines.append(f"| {name} | " + " | ".join(times) + " |")
+    work = [100 * problem["lanczos"]["vector_over_products"] for problem in problems]
+    steps = problems[0]["lanczos"]["steps"]
+    lines.append(
+        f"| vector work of {steps} Lanczos steps, over that of their products | "
+        + " | ".join(f"{x:.0f} %" for x in work)
+        + " |"
+    )
+    return "\n".join(lines)
+
+
 TABLES = {
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
     "train_step": train_step,
+    "curvature": curvature,
 }
 
 

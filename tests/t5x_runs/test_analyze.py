@@ -31,11 +31,16 @@ def arguments(project, checkpoint, name, *more):
 def analyzed(project, checkpoint):
     """One checkpoint on one device, by the real command, and on eight."""
     few = [
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @HessianTrace()]",
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @HessianTrace(), "
+        "@LossComparison()]",
         "--gin.DirectionalDerivatives.num_random=1",
+        "--gin.DirectionalDerivatives.along_preconditioned_gradient=True",
         f"--gin.DirectionalDerivatives.checkpoints=['{checkpoint[:-2]}0']",
         "--gin.HessianTrace.num_probes=2",
         "--gin.HessianTrace.block_size=2",
+        "--gin.LossComparison.implementations=['custom_vjp', 'custom_jvp']",
+        "--gin.LossComparison.chunk_lengths=[8]",
+        "--gin.LossComparison.num_rounds=1",
     ]
 
     def start(run, name, env):
@@ -77,8 +82,29 @@ def test_eight_devices_give_the_numbers_of_one(analyzed):
     assert mine.keys() == theirs.keys()
     assert len(mine) > 5
     for name, value in mine.items():
-        if "spread" not in name[1] and "step_to_minimum" not in name[1]:
+        of_machine = name[1].endswith(("spread_over_batches", "time", "memory"))
+        if not of_machine and "step_to_minimum" not in name[1]:
             assert theirs[name] == pytest.approx(value, rel=1e-5, abs=1e-4), name
+
+
+def test_the_losses_are_compared_on_the_checkpoint(analyzed):
+    one, _ = analyzed
+    found = {k[1]: x for k, x in numbers(one).items() if k[0] == "loss_comparison"}
+    for label in ("custom_jvp", "custom_vjp, chunks of 8", "custom_jvp, chunks of 8"):
+        assert found[f"{label}/value_difference"] <= 1e-6
+        assert 0 < found[f"{label}/gradient_difference"] <= 1e-5
+        assert found[f"{label}/time"] > 0
+        assert found[f"{label}/memory"] != found["custom_vjp/memory"]
+    assert found["custom_jvp, chunks of 8/jvp_difference"] <= 1e-5
+    assert "custom_vjp/jvp_difference" not in found
+
+
+def test_adafactors_second_moment_is_read_from_the_checkpoint(analyzed):
+    one, _ = analyzed
+    found = numbers(one)
+    of = lambda label: found["directional_derivatives", f"{label}/slope"]
+    # Uphill, and less steep than the gradient itself; another direction than it.
+    assert 0 < of("preconditioned_gradient") < 0.9 * of("gradient")
 
 
 def test_the_run_keeps_its_configuration_and_the_second_checkpoint(project, analyzed):
