@@ -11,8 +11,8 @@ A step subtracts the couplings that symmetry already tells. Then the overlap wit
 basis is predicted (`orthogonality`), and measured where the prediction does not rule out
 that it is above the bound. What is above is subtracted, and once more where that shrank
 the norm below $1/\sqrt 2$ ("twice is enough"). Overlaps below $\sqrt\epsilon$ would
-already leave $T$ correct to rounding (Simon); the bound here, $\epsilon^{5/8}$, keeps the
-basis orthogonal to about 5e-5 in float32. $T$ is float64 on the host; vectors stay on the
+already leave $T$ correct to rounding (Simon); the bound here, $\epsilon^{2/3}$, keeps the
+basis orthogonal to about 2e-5 in float32. $T$ is float64 on the host; vectors stay on the
 devices.
 
 References:
@@ -39,7 +39,7 @@ Matvec = collections.abc.Callable[[PyTree], PyTree]
 BREAKDOWN = 10.0
 SQRT_HALF = math.sqrt(0.5)
 # The power of epsilon at which an overlap with the basis is subtracted.
-OVERLAP_POWER = 5 / 8
+OVERLAP_POWER = 2 / 3
 
 
 class Krylov:
