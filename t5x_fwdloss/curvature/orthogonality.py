@@ -42,6 +42,8 @@ class Orthogonality:
         error: $\delta$, relative.
         num_checks: predictions from measured rows that were compared with measurements.
         uncertainties: $u$ of the row before the last and of the last.
+        restarted: whether the basis was changed: rotated vectors fulfil the recurrence
+            less well than new ones, and every step measures from then on.
         subtracted: whether the last vector had its overlaps subtracted. The one before
             it still has them, and hands them on: the next vector needs it, too.
     """
@@ -52,6 +54,7 @@ class Orthogonality:
         self.error = 0.0
         self.num_checks = 0
         self.uncertainties = [0.0, 0.0]
+        self.restarted = False
         self.subtracted = False
 
     def metadata(self) -> dict:
@@ -59,7 +62,8 @@ class Orthogonality:
         return {
             "error": self.error,
             "num_checks": self.num_checks,
-            "uncertainties": [min(u, 1.0) for u in self.uncertainties],
+            "uncertainties": list(self.uncertainties),
+            "restarted": self.restarted,
             "subtracted": self.subtracted,
         }
 
@@ -106,7 +110,8 @@ class Orthogonality:
 
     def suffices(self, prediction: tuple | None, bound: float) -> bool:
         """Whether a prediction says that all overlaps are below the bound."""
-        if prediction is None or self.subtracted or self.num_checks < LEAST_CHECKS:
+        unknown = self.restarted or self.num_checks < LEAST_CHECKS
+        if prediction is None or self.subtracted or unknown:
             return False
         overlaps, uncertainty = prediction
         return bool(np.abs(overlaps).max() + SAFETY * uncertainty <= bound)
@@ -142,7 +147,7 @@ class Orthogonality:
         self.uncertainties = [self.uncertainties[1], uncertainty]
 
     def rotate(self, rotation: np.ndarray) -> None:
-        """Changes to the basis of the columns of `rotation`; its next rows are measured."""
+        """Changes to the basis of the columns of `rotation`."""
         self.gram = rotation.T @ self.gram @ rotation
         np.fill_diagonal(self.gram, 1.0)
-        self.uncertainties = [1.0, 1.0]
+        self.restarted = True
