@@ -10,9 +10,10 @@ which is below a thousandth after some seven thousand of them (decay 0.999).
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import flax.serialization
 import flax.traverse_util
 import numpy as np
-from flax.core import FrozenDict, unfreeze
+from flax.core import FrozenDict
 
 from t5x_fwdloss.curvature import factored_second_moment
 
@@ -35,14 +36,14 @@ def largest_axes(name: str, shape: tuple[int, ...]) -> Axes:
 
 
 def from_state(
-    state: Mapping[str, Any],
+    state: Any,
     params: Mapping[str, Any],
     lacking: Callable[[str, tuple[int, ...]], Axes] = largest_axes,
 ) -> Any:
     """The second moment, a tree like the parameters.
 
     Args:
-        state: the optimizer's state as nested dictionaries, as it is saved.
+        state: the optimizer's state as it is saved: nested dictionaries, or sequences.
         params: the parameters, nested dictionaries.
         lacking: name and shape of a factored parameter to the axes that `v_row` and
             those that `v_col` lack.
@@ -75,8 +76,9 @@ def from_state(
 
 
 def _flat(tree) -> dict[str, Any]:
-    tree = unfreeze(tree) if isinstance(tree, FrozenDict) else tree
-    return flax.traverse_util.flatten_dict(dict(tree), sep="/")
+    # An optax chain is a sequence of states: their places become names.
+    nested = flax.serialization.to_state_dict(tree)
+    return flax.traverse_util.flatten_dict(nested, sep="/")
 
 
 def _by_name(flat, field, names) -> dict[str, Any] | None:

@@ -40,7 +40,7 @@ class XtraceState:
     @property
     def num_products(self) -> int:
         """Products so far."""
-        return self.omega.size + len(self.h)
+        return max(self.omega.size, self.num_saved) + len(self.h)
 
     def arrays(self) -> dict:
         """The state's arrays, a pytree to be saved before the next step."""

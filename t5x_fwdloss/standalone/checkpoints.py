@@ -128,8 +128,8 @@ def restore_optimizer(path: str, like: Any) -> Any:
     return restored["optax"]
 
 
-def restore_optimizer_state(path: str) -> dict[str, Any]:
-    """The optimizer's state as nested dictionaries, for which no optimizer is needed.
+def restore_optimizer_state(path: str) -> Any:
+    """The optimizer's state as it was saved, for which no optimizer is needed.
 
     Raises:
         ValueError: if the checkpoint has none.

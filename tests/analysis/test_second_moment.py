@@ -55,6 +55,18 @@ def test_adams_is_taken_as_saved():
         np.testing.assert_allclose(u, -g / np.sqrt(v / correction), rtol=1e-4)
 
 
+def test_it_is_read_from_a_checkpoint_of_the_standalone_training(tmp_path):
+    from t5x_fwdloss.standalone import checkpoints
+
+    _, state, _, params = after_steps(optax.adafactor(0.1, min_dim_size_to_factor=3))
+    with checkpoints.open_manager(str(tmp_path)) as manager:
+        checkpoints.save(manager, 3, params, state)
+    saved = checkpoints.restore_optimizer_state(str(tmp_path))
+    found = second_moment.from_state(saved, params)
+    expected = second_moment.from_state(state_dict(state), params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_a_state_without_a_second_moment_is_refused():
     _, state, _, params = after_steps(optax.trace(0.9))
     with pytest.raises(ValueError, match=r"Adafactor's v\): it holds trace/decoder/"):
