@@ -146,12 +146,13 @@ def vector_work(matvec, params, num_steps):
     curvature.lanczos(timed, start_vector, num_steps=3)
     # What a short run has not compiled yet.
     warm = curvature.Basis(start_vector)
-    warm.append(start_vector, 1.0)
+    for _ in range(5):
+        warm.append(start_vector, 1.0)
     warm.subtract(trees.scale(1.0, start_vector), warm.coefficients(start_vector))
     spent[0] = 0.0
     start = time.perf_counter()
     result = curvature.lanczos(timed, start_vector, num_steps=num_steps)
-    jax.block_until_ready(result.basis.blocks)
+    jax.block_until_ready(result.basis.vectors)
     total = time.perf_counter() - start
     gram = result.basis.gram()
     return {

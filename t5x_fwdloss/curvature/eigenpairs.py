@@ -71,7 +71,7 @@ class EigenpairsState:
     num_fresh: int = 0
 
     def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved before the next step."""
+        """The state's arrays, a pytree to be saved."""
         return {**self.space.arrays(), "history": np.array(self.history)}
 
     def metadata(self) -> dict:

@@ -44,12 +44,12 @@ class HutchppState:
         return self.num_sketched + len(self.exact) + len(self.samples)
 
     def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved before the next step."""
+        """The state's arrays, a pytree to be saved."""
         numbers = {
             name: np.array(getattr(self, name))
             for name in ("exact", "samples", "squares")
         }
-        return {"blocks": self.space.blocks, **numbers}
+        return {"vectors": list(self.space.vectors), **numbers}
 
     def metadata(self) -> dict:
         """The rest of the state, plain numbers that JSON holds."""
@@ -67,7 +67,7 @@ class HutchppState:
         Returns:
           The state.
         """
-        space = basis.Basis.from_saved(like, arrays["blocks"], metadata["space"])
+        space = basis.Basis.from_saved(like, arrays["vectors"], metadata["space"])
         numbers = [
             np.asarray(arrays[n]).tolist() for n in ("exact", "samples", "squares")
         ]

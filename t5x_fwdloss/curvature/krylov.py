@@ -54,26 +54,21 @@ class Krylov:
       num_measured: Steps that measured their overlaps.
     """
 
-    def __init__(
-        self, like: PyTree, *, rows_per_block: int = 4, basis_on_host: bool = False
-    ):
+    def __init__(self, like: PyTree, *, basis_on_host: bool = False):
         """An empty space.
 
         Args:
           like: A vector that gives shapes, types and shardings.
-          rows_per_block: Vectors that are stacked in one block.
-          basis_on_host: Whether full blocks are kept in pinned host memory.
+          basis_on_host: Whether all but the newest vectors are kept in pinned host
+            memory.
         """
-        self.basis = basis.Basis(
-            like, rows_per_block=rows_per_block, on_host=basis_on_host
-        )
+        self.basis = basis.Basis(like, on_host=basis_on_host)
         self.projected = np.zeros((0, 0))
         self.num_expanded = 0
         self.num_products = 0
         self.num_passes = [0, 0]
         self.num_measured = 0
         self.orthogonality = orthogonality.Orthogonality()
-        self._recent = {}
         self._eps = max(
             float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(like)
         )
@@ -81,22 +76,17 @@ class Krylov:
         self._tiny = float(np.finfo(np.float64).tiny)
 
     def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved (orbax takes it as it is).
-
-        The next step overwrites the last block in place: save before it, or copy.
-        """
+        """The state's arrays, a pytree to be saved (orbax takes it as it is)."""
         return {
-            "blocks": self.basis.blocks,
-            "projected": self.projected,
+            "vectors": list(self.basis.vectors),
+            "projected": self.projected.copy(),
             "gram": self.orthogonality.gram,
         }
 
     def metadata(self) -> dict:
         """The rest of the state, plain numbers that JSON holds."""
         return {
-            "size": self.basis.size,
-            "rows_per_block": self.basis.rows_per_block,
-            "basis_on_host": self.basis.on_host,
+            **self.basis.metadata(),
             "num_expanded": self.num_expanded,
             "num_products": self.num_products,
             "num_passes": list(self.num_passes),
@@ -110,18 +100,14 @@ class Krylov:
 
         Args:
           like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them; the blocks are put in the shardings of `like`.
+          arrays: As `arrays()` gave them; vectors are put in the shardings of `like`.
           metadata: As `metadata()` gave it.
 
         Returns:
           The space.
         """
-        space = cls(
-            like,
-            rows_per_block=metadata["rows_per_block"],
-            basis_on_host=metadata["basis_on_host"],
-        )
-        space.basis.restore(arrays["blocks"], metadata["size"])
+        space = cls(like)
+        space.basis = basis.Basis.from_saved(like, arrays["vectors"], metadata)
         space.projected = np.array(arrays["projected"], np.float64)
         space.num_expanded = metadata["num_expanded"]
         space.num_products = metadata["num_products"]
@@ -171,31 +157,25 @@ class Krylov:
 
     def _append(self, w, length, overlaps, uncertainty=0.0):
         self.orthogonality.append(overlaps, uncertainty)
-        v = self.basis.append(w, 1.0 / length, donate=True)
-        self._recent[self.basis.size - 1] = v
+        self.basis.append(w, 1.0 / length, donate=True)
         size = self.basis.size
         grown = np.zeros((size, size))
         grown[: size - 1, : size - 1] = self.projected
         self.projected = grown
-
-    def _vector(self, index):
-        if index not in self._recent:
-            self._recent[index] = self.basis.row(index)
-        return self._recent[index]
 
     def expand(self, matvec: Matvec) -> float:
         r"""Multiplies the next vector by $A$ and appends what is new, one step.
 
         Args:
           matvec: The product with $A$, a symmetric linear map. It must not keep its
-            argument, whose memory is used again.
+            result, whose memory is used again.
 
         Returns:
           The norm of the new part, zero at a breakdown: no vector was appended.
         """
         j, size = self.num_expanded, self.basis.size
         name = f"Lanczos step {self.num_products + 1}"
-        v = self._vector(j)
+        v = self.basis.row(j)
         w = matvec(v)
         self.num_products += 1
 
@@ -204,11 +184,10 @@ class Krylov:
         if len(known) > 8:
             known = known[-1:]  # after a restart: leave them to the full passes
         for i in known[:-1]:
-            w = trees.axpy(-self.projected[j, i], self._vector(i), w)
+            w = trees.axpy(-self.projected[j, i], self.basis.row(i), w)
         previous, coefficient, overlap = None, 0.0, 0.0
         if known:
-            previous = self._vector(known[-1])
-            del self._recent[known[-1]]  # its memory is reused
+            previous = self.basis.row(known[-1])
             coefficient = float(self.projected[j, known[-1]])
             overlap = float(self.orthogonality.gram[j, known[-1]])
         w, alpha, length = self.basis.local_step(w, v, previous, coefficient, overlap)
@@ -274,9 +253,6 @@ class Krylov:
         self.projected[:, j] = column
         self.projected[j, :] = column
         self.num_expanded += 1
-        # Only vectors that the next step reads need to be kept outside of the basis.
-        recent = {j, *range(j + 1, self.basis.size)}
-        self._recent = {i: v for i, v in self._recent.items() if i in recent}
 
     def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ritz values (ascending), their coefficients by column, residual norms."""
@@ -312,7 +288,6 @@ class Krylov:
         self.orthogonality.rotate(rotation)
         self.projected = projected
         self.num_expanded = kept
-        self._recent = {}
 
 
 def _finite_norm(w, name):

@@ -54,8 +54,8 @@ def lanczos(
       matvec: Product with a symmetric matrix: vector to vector.
       start: The start vector, any norm but zero; its shardings are kept throughout.
       num_steps: Largest number of products.
-      basis_on_host: Whether the basis is kept in pinned host memory, one block at a
-        time on the devices.
+      basis_on_host: Whether the basis is kept in pinned host memory, a few vectors at
+        a time on the devices.
       on_step: Called with the space after each step.
       space: A space to go on with, as `on_step` saw it; `start` is then not read.
 

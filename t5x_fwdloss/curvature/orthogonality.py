@@ -7,10 +7,12 @@ overlaps of the next vector with those before, up to rounding in the product:
 $$ \langle w, v_k \rangle = \sum_l G_{jl} T_{lk} - \sum_i T_{ij} G_{ik}. $$
 
 This is Simon's recurrence, with signs and for any $T$. What rounding adds, $\delta$, is not
-modelled but observed, as the difference between predicted and measured overlaps. An error
-$u_j$ in row $j$ of $G$ grows like the overlaps themselves, with $\theta$ any Ritz value:
+modelled but observed, as the difference between predicted and measured overlaps. Errors in
+$G$ follow the same recurrence. In the direction of a Ritz value $\theta$ it is that of the
+Lanczos polynomials, which grow fastest at the ends of the spectrum, without a change of
+sign or with one at each step; what a row owes to all $\delta$ before it, $u_j$, is then
 
-$$ u_{j+1} = \frac{\max |\theta - T_{jj}|\, u_j + \|T_{<j,j}\|\, u_{j-1}}{\beta} + \delta. $$
+$$ u_{j+1} = \frac{\max |\theta - T_{jj}|\, u_j - \|T_{<j,j}\|\, u_{j-1}}{\beta} + \delta. $$
 
 While prediction and uncertainty stay below the bound, the basis is not read. (Subtracting
 what was only predicted saves another read, and does not work: the error it leaves enters
@@ -31,7 +33,7 @@ FORGETTING = 0.7
 LEAST_CHECKS = 3
 # Measured overlaps above this part of the bound are subtracted: they would exceed it in
 # one or two more steps.
-PART = 0.25
+PART = 0.5
 
 
 class Orthogonality:
@@ -105,8 +107,8 @@ class Orthogonality:
             spread = float(np.abs(ritz - column[known]).max())
         before, last = self.uncertainties
         coupling = float(np.linalg.norm(column[:known]))
-        grown = (spread * last + coupling * before) / length
-        return found / length, min(grown + self.error, 1.0)
+        grown = abs(spread * last - coupling * before) / length
+        return found / length, min(max(grown, last) + self.error, 1.0)
 
     def suffices(self, prediction: tuple | None, bound: float) -> bool:
         """Whether a prediction says that all overlaps are below the bound."""
@@ -121,8 +123,11 @@ class Orthogonality:
         if prediction is None:
             return
         overlaps, uncertainty = prediction
+        before = list(self.uncertainties)
         error = float(np.abs(measured - overlaps).max())
-        if self.uncertainties == [0.0, 0.0]:
+        # Errors grow: that of the row before, which was not measured, is no larger.
+        self.uncertainties[1] = min(self.uncertainties[1], error)
+        if before == [0.0, 0.0]:
             self.num_checks += 1
         elif uncertainty > 0.0:
             error *= self.error / uncertainty

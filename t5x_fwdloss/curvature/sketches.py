@@ -1,8 +1,8 @@
 r"""Randomized trace estimates that first take out a subspace: Hutch++ and XTrace.
 
 The subspace $Q$ is an orthonormal basis of products with random probes; what $A$ does
-in it is known exactly, and only the rest is estimated. $Q$ is built by Gram-Schmidt on
-stacked blocks (`basis`), with every overlap measured again after it is subtracted. That
+in it is known exactly, and only the rest is estimated. $Q$ is built by Gram-Schmidt
+(`basis`), with every overlap measured again after it is subtracted. That
 needs the same small all-reduced Gram products as CholeskyQR2 and nothing of parameter
 size, and it keeps the triangular factor to full precision, where a Gram matrix squares
 the condition number: products with random probes are badly conditioned by nature.
@@ -76,7 +76,7 @@ def extend(space: basis.Basis, vector: PyTree, name: str) -> tuple[np.ndarray, b
             break
     if rest <= NOISE * epsilon(vector) * length:
         return coefficients, False
-    space.append(w, 1.0 / rest)
+    space.append(w, 1.0 / rest, donate=True)
     return np.append(coefficients, rest), True
 
 

@@ -66,7 +66,7 @@ class SlqState:
     space: krylov.Krylov | None = None
 
     def arrays(self) -> dict:
-        """The arrays of the probe under way, to be saved before the next step."""
+        """The arrays of the probe under way, to be saved."""
         return self.space.arrays() if self.space is not None else {}
 
     def metadata(self) -> dict:

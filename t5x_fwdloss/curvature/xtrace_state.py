@@ -43,12 +43,12 @@ class XtraceState:
         return max(self.omega.size, self.num_saved) + len(self.h)
 
     def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved before the next step."""
+        """The state's arrays, a pytree to be saved."""
         numbers = {
             name: getattr(self, name)
             for name in ("r", "w", "h", "quadratic", "squares")
         }
-        return {"blocks": self.space.blocks, **numbers}
+        return {"vectors": list(self.space.vectors), **numbers}
 
     def metadata(self) -> dict:
         """The rest of the state, plain numbers that JSON holds."""
@@ -69,7 +69,7 @@ class XtraceState:
           The state.
         """
         state = cls(like, metadata["space"]["on_host"])
-        space = basis.Basis.from_saved(like, arrays["blocks"], metadata["space"])
+        space = basis.Basis.from_saved(like, arrays["vectors"], metadata["space"])
         state.space, state.num_saved = space, metadata["num_probes"]
         shapes = {"r": (space.size, -1), "w": (space.size, -1)}
         for name in ("r", "w", "h", "quadratic", "squares"):

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import shardings
 
 SHAPES = {
     "decoder/mlp/wi/kernel": ((32, 64), ("data", "model")),
@@ -55,13 +54,10 @@ def problem(mesh):
     return tree_of(params), lambda v: matvec(v, d, u), lambda vs: many(vs, d, u)
 
 
-def kept(tree, params, stacked=False):
+def kept(tree, params):
     """For each leaf, whether it is sharded like the parameter."""
     return [
-        leaf.sharding.is_equivalent_to(
-            shardings.stacked_sharding(param.sharding) if stacked else param.sharding,
-            leaf.ndim,
-        )
+        leaf.sharding.is_equivalent_to(param.sharding, leaf.ndim)
         for leaf, param in zip(
             jax.tree.leaves(tree), jax.tree.leaves(params), strict=True
         )
@@ -97,13 +93,13 @@ def run(mesh):
     mask = curvature.group_mask(params, "decoder/.*")
     group = curvature.restricted(matvec, mask)(curvature.random_like(1, params))
     filters = curvature.filter_normalized(pairs.eigenvectors[0], params)
-    block = states[-1].space.basis.blocks[0]
     vectors = {
         "probe": curvature.random_like(0, params),
         "eigenvector": pairs.eigenvectors[0],
         "diagonal": sums.diagonal,
         "group": group,
         "filters": filters,
+        "row": states[-1].space.basis.row(0),
         "axpy": curvature.axpy(2.0, pairs.eigenvectors[0], group),
     }
     return {
@@ -115,8 +111,7 @@ def run(mesh):
         "traces": traces,
         "frobenius": sums.frobenius_norm,
         "density": curvature.density(samples, grid, width=0.3).mean.tolist(),
-        "kept": {name: kept(vector, params) for name, vector in vectors.items()}
-        | {"block": kept(block, params, stacked=True)},
+        "kept": {name: kept(vector, params) for name, vector in vectors.items()},
     }
 
 

@@ -45,7 +45,8 @@ def test_the_basis_stays_orthogonal_and_the_estimate_says_how_much(
     gram = space.basis.gram()
     bound = EPS**krylov.OVERLAP_POWER
     assert np.abs(gram - np.eye(len(gram))).max() <= 4 * bound
-    assert np.abs(gram - space.orthogonality.gram).max() <= bound
+    # Where one step multiplies an error by 25, the rounding seen so far is not all of it.
+    assert np.abs(gram - space.orthogonality.gram).max() <= 2 * bound
 
 
 def test_most_steps_of_a_friendly_spectrum_read_nothing():
@@ -79,17 +80,50 @@ def test_overlaps_of_large_leaves_are_summed_to_rounding():
     np.testing.assert_allclose(basis.gram()[0], expected, rtol=4 * EPS)
 
 
-def test_the_memory_of_a_vector_that_is_no_longer_read_is_used_again():
+def addresses(vector):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(vector)]
+
+
+def test_a_row_of_the_basis_keeps_the_memory_of_its_product():
     matrix, _ = problems.symmetric(SPECTRA["bulk"])
     product, seen = problems.matvec_of(matrix), []
 
     def watched(v):
-        seen.append(v)
-        return product(v)
+        w = product(v)
+        seen.append(addresses(w))
+        return w
 
     rng = np.random.default_rng(1)
-    curvature.lanczos(
-        watched, problems.unflatten(rng.normal(size=300), shapes=SHAPES), num_steps=6
+    result = curvature.lanczos(
+        watched, problems.unflatten(rng.normal(size=300), shapes=SHAPES), num_steps=25
     )
-    deleted = [jax.tree.leaves(v)[0].is_deleted() for v in seen]
-    assert deleted[:4] == [True] * 4
+    assert [addresses(v) for v in result.basis.vectors[1:]] == seen
+
+
+def test_a_product_of_another_type_is_cast_first():
+    matrix, _ = problems.symmetric(SPECTRA["bulk"])
+    product = problems.matvec_of(matrix)
+    half = lambda v: jax.tree.map(lambda x: x.astype(jnp.bfloat16), product(v))
+    rng = np.random.default_rng(1)
+    vector = problems.unflatten(rng.normal(size=300), shapes=SHAPES)
+    result = curvature.lanczos(half, vector, num_steps=4)
+    assert result.basis.row(3)["kernel"].dtype == jnp.float32
+    gram = result.basis.gram()
+    np.testing.assert_allclose(gram, np.eye(5), atol=4 * EPS**krylov.OVERLAP_POWER)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_rotated_basis_holds_the_columns_and_leaves_the_old_one(on_host):
+    rng = np.random.default_rng(1)
+    like = problems.unflatten(np.zeros(300), shapes=SHAPES)
+    old, rows = curvature.Basis(like, on_host=on_host), rng.normal(size=(7, 300))
+    for row in rows:
+        old.append(problems.unflatten(row, shapes=SHAPES), 1.0)
+    rotation = np.zeros((7, 3))
+    rotation[:6, :2] = rng.normal(size=(6, 2))
+    rotation[6, 2] = 1.0  # a vector kept as it is
+    new = old.rotated(rotation)
+    found = np.stack([problems.flatten(new.row(i)) for i in range(new.size)])
+    np.testing.assert_allclose(found, rotation.T @ rows, rtol=1e-5, atol=1e-5)
+    kept = np.stack([problems.flatten(old.row(i)) for i in range(old.size)])
+    np.testing.assert_array_equal(kept, rows.astype(np.float32))

@@ -219,7 +219,7 @@ def test_a_killed_run_ends_with_the_same_bits(name, stop):
     options = {"block_size": 3}
     whole = SKETCHED[name](many, params(), 1, on_step=save, **options)
     saved["arrays"] = {  # as JSON would give the small ones back
-        key: value if key == "blocks" else np.asarray(value.tolist())
+        key: value if key == "vectors" else np.asarray(value.tolist())
         for key, value in saved["arrays"].items()
     }
     state = STATES[name].from_saved(params(), **saved)
