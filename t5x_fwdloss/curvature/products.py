@@ -21,6 +21,7 @@ import jax
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.joined_products import joined
 
 MODES = ("forward_over_reverse", "reverse_over_forward", "reverse_over_reverse")
 Function = collections.abc.Callable[..., typing.Any]
@@ -43,7 +44,8 @@ def directional_derivative(loss: Function) -> Function:
     r"""The function `(params, v, *args) -> (f, <g, v>)`, by one forward pass.
 
     The tangent is pushed through the loss itself, so a loss with a `jax.custom_vjp`
-    rule (T5X's own) cannot be used here.
+    rule (T5X's own) cannot be used here. Wide matrix products get their tangent in one
+    piece (`joined_products`).
 
     Args:
       loss: `(params, *args) -> scalar`.
@@ -54,7 +56,8 @@ def directional_derivative(loss: Function) -> Function:
 
     def product(params, v, *args):
         function = of_floats(loss, params, args)
-        return jax.jvp(function, (trees.float_part(params),), (tangent(v, params),))
+        push = joined(lambda floats, v: jax.jvp(function, (floats,), (v,)))
+        return push(trees.float_part(params), tangent(v, params))
 
     return product
 

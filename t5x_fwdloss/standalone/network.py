@@ -30,7 +30,7 @@ class Embedder(nn.Module):
 
     def __call__(self, tokens: Tokens) -> layers.Hidden:
         """The row of each token."""
-        return jnp.take(self.embedding, tokens, axis=0).astype(self.config.dtype)
+        return self.embedding.astype(self.config.dtype)[tokens]
 
     def attend(self, query: layers.Hidden) -> Float[Array, "batch length vocab"]:
         """Logits of hidden states, in float32, before the division by sqrt(embed)."""

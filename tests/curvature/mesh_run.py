@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature import joined_products
 
 SHAPES = {
     "decoder/mlp/wi/kernel": ((32, 64), ("data", "model")),
@@ -52,6 +53,21 @@ def problem(mesh):
 
     many = jax.jit(jax.vmap(matvec, in_axes=(0, None, None)))
     return tree_of(params), lambda v: matvec(v, d, u), lambda vs: many(vs, d, u)
+
+
+def slope(params):
+    """The derivative of a loss with a joined matrix product, its kernel sharded."""
+    joined_products.LARGER = 1.0  # or the kernel would have to be large
+    x = np.random.default_rng(0).normal(size=(256, 32)).astype(np.float32) / 6
+
+    def loss(params, x):
+        layer = params["decoder"]
+        x = x * (1 + jnp.sum(layer["norm"]["scale"]))
+        return jnp.sum(jnp.tanh(x @ layer["mlp"]["wi"]["kernel"]) ** 2)
+
+    v = curvature.random_like(2, params)
+    moved = curvature.axpy(0.1, curvature.random_like(3, params), params)
+    return float(jax.jit(curvature.directional_derivative(loss))(moved, v, x)[1])
 
 
 def kept(tree, params):
@@ -109,6 +125,7 @@ def run(mesh):
         "converged": pairs.converged,
         "num_restarts": pairs.num_restarts,
         "traces": traces,
+        "slope": slope(params),
         "frobenius": sums.frobenius_norm,
         "density": curvature.density(samples, grid, width=0.3).mean.tolist(),
         "kept": {name: kept(vector, params) for name, vector in vectors.items()},

@@ -54,7 +54,7 @@ def test_numbers_are_those_of_one_device(runs, mesh):
     one, other = runs[0]["1x1"], runs[0][mesh]
     assert all(one["converged"])
     assert one["num_restarts"] > 0
-    for name in ("eigenvalues", "frobenius"):
+    for name in ("eigenvalues", "frobenius", "slope"):
         np.testing.assert_allclose(other[name], one[name], rtol=1e-5)
     for name, trace in one["traces"].items():
         # Traces may cancel to nearly zero; their scale is the Frobenius norm.
@@ -74,6 +74,7 @@ def test_vectors_keep_the_shardings_of_the_parameters(runs, mesh):
 def test_no_program_gathers(runs):
     _, texts = runs
     assert len(texts) > 20
+    assert any("joined_product" in text for text in texts.values())
     for name, text in texts.items():
         for operation in ("all-gather", "all-to-all", "collective-permute"):
             assert operation not in text, f"{operation} in {name}"
