@@ -166,6 +166,13 @@ def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estima
     expected = measurement.run(context)
     context.state_path(measurement.name).rmtree()
     save, calls = lanczos_state.LanczosState.save, []
+    bars = []
+
+    def progress(*args):
+        bars.append(Context.progress(context, *args))
+        return bars[-1]
+
+    context.progress = progress
 
     def save_and_die(*args):
         save(*args)
@@ -181,6 +188,10 @@ def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estima
         except Killed:
             continue
     assert len(calls) > 2
+    # What a run counted before it was killed, the next one starts from.
+    assert [bar._done for bar in bars] == [bar._first for bar in bars[1:]] + [
+        {"hutch++": 16, "xtrace": 12}[estimator]
+    ]
     assert found.numbers == expected.numbers
     np.testing.assert_array_equal(found.arrays["samples"], expected.arrays["samples"])
 

@@ -102,7 +102,7 @@ def test_a_custom_rule_inside_stays_the_rule():
     def head(x, w):
         return x @ w
 
-    head.defjvp(lambda args, tangents: (head(*args), 2.0 * head(*args)))
+    head.defjvp(lambda args, _: (head(*args), 2.0 * head(*args)))
     x, v = operands(WIDE, np.float32), operands(WIDE, np.float32, seed=1)
     slope = lambda x: joined(pushed(head))(x, v)[1]
     (_, second), expected = jax.jvp(slope, (x,), (v,)), 4.0 * head(*x)
