@@ -29,6 +29,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import basis, errors, orthogonality, trees
@@ -262,10 +263,20 @@ class Krylov:
         return values, vectors, np.linalg.norm(coupling, axis=0)
 
     def ritz_vector(self, coefficients: np.ndarray) -> PyTree:
-        """The vector with the given coefficients in the expanded basis."""
+        """The vector with the given coefficients in the orthonormalized basis."""
         padded = np.zeros(self.basis.size)
-        padded[: self.num_expanded] = coefficients
+        padded[: self.num_expanded] = self._orthonormal(coefficients)
         return self.basis.combination(padded)
+
+    def _orthonormal(self, coefficients):
+        """What coefficients in the orthonormalized basis are in the basis.
+
+        It is the projection on the orthonormalized basis, V R^-1 with G = R^T R, that T
+        gives to rounding (Simon), and its Ritz vectors that are orthonormal.
+        """
+        j = self.num_expanded
+        factor = np.linalg.cholesky(self.orthogonality.gram[:j, :j])
+        return scipy.linalg.solve_triangular(factor.T, coefficients)
 
     def restart(self, keep: np.ndarray, num_values: np.ndarray | None = None) -> None:
         """Thick restart: keeps some Ritz vectors and the vectors not yet expanded.
@@ -276,7 +287,7 @@ class Krylov:
         """
         j, size, kept = self.num_expanded, self.basis.size, keep.shape[1]
         rotation = np.zeros((size, kept + size - j))
-        rotation[:j, :kept] = keep
+        rotation[:j, :kept] = self._orthonormal(keep)
         rotation[j:, kept:] = np.eye(size - j)
         if num_values is None:
             num_values = np.einsum("ik,ij,jk->k", keep, self.projected[:j, :j], keep)

@@ -17,13 +17,14 @@ def start(seed):
     return {"kernel": jnp.asarray(rng.normal(size=SIZE).astype(np.float32))}
 
 
-def grown(seed, num_steps, on_step=lambda space: None):
+def grown(seed, num_steps, on_step=None):
     scale = jnp.linspace(-1.0, 2.0, SIZE)
     product = lambda v: {"kernel": scale * v["kernel"]}
     states = []
 
     def note(state):
-        on_step(state)
+        if on_step is not None:
+            on_step(state)
         states.append(state)
 
     curvature.eigenpairs(

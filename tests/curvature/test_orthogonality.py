@@ -127,3 +127,14 @@ def test_a_rotated_basis_holds_the_columns_and_leaves_the_old_one(on_host):
     np.testing.assert_allclose(found, rotation.T @ rows, rtol=1e-5, atol=1e-5)
     kept = np.stack([problems.flatten(old.row(i)) for i in range(old.size)])
     np.testing.assert_array_equal(kept, rows.astype(np.float32))
+
+
+@pytest.mark.parametrize("restart_at", [None, 20])
+def test_ritz_vectors_are_more_orthogonal_than_the_basis(restart_at):
+    space = grown(SPECTRA["bulk"], 60, restart_at)
+    gram = space.basis.gram()
+    _, coefficients, _ = space.ritz()
+    found = [space.ritz_vector(coefficients[:, i]) for i in (0, 1, 2, -3, -2, -1)]
+    vectors = np.stack([problems.flatten(v) for v in found]).astype(np.float64)
+    off = np.abs(vectors @ vectors.T - np.eye(6)).max()
+    assert off <= 0.1 * np.abs(gram - np.eye(len(gram))).max()

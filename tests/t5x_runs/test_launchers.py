@@ -82,17 +82,22 @@ def test_the_dry_run_trains_and_analyzes_on_two_processes_of_two_devices(
         WORK_DIR=str(tmp_path),
         PYTHON=sys.executable,
         TRAIN_ARGS="--gin.train.eval_steps=2",
-        ANALYZE_ARGS="--gin.DirectionalDerivatives.num_random=1",
+        ANALYZE_ARGS="--gin.DirectionalDerivatives.num_random=1 "
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(),@HessianEigenpairs()] "
+        "--gin.HessianEigenpairs.tolerance=0.3 --gin.HessianEigenpairs.num_largest=1",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "analysis" / "results.json").read_text())
     assert results["step"] == 4
     assert results["status"] == "finished"
-    (measured,) = results["measurements"]
+    measured, eigenpairs = results["measurements"]
     # T5X's own evaluation, on the same two processes: the mean of the same two batches.
     evaluation = Project(tmp_path).losses("model", "loss", "training_eval/cmudict_g2p")[
         4
     ]
     loss = measured["numbers"]["loss"]["value"]
     assert loss == pytest.approx(2 * evaluation, rel=1e-5)
+    # One more product, on both processes, says that it is an eigenpair.
+    largest = eigenpairs["numbers"]["largest_1"]
+    assert 0 < largest["error"] <= 0.3 * largest["value"]
     assert results["environment"]["mesh"] == {"data": 2, "model": 2}
