@@ -18,6 +18,8 @@ SPECTRA = {
     "outliers": np.r_[np.random.default_rng(0).normal(size=296), 12, 20, -8, 25.0],
     "far outliers": np.r_[np.random.default_rng(0).normal(size=296), 1e3, 80, -40, 300],
     "decay": 10 * 0.9 ** np.arange(300.0),
+    # What a network's Hessian looks like: an error triples in a step.
+    "network": np.r_[np.random.default_rng(0).normal(size=296), 3, -2.4, 3.9, 2.7],
 }
 
 
@@ -44,15 +46,15 @@ def test_the_basis_stays_orthogonal_and_the_estimate_says_how_much(
     space = grown(eigenvalues, 60, restart_at)
     gram = space.basis.gram()
     bound = EPS**krylov.OVERLAP_POWER
-    assert np.abs(gram - np.eye(len(gram))).max() <= 4 * bound
+    assert np.abs(gram - np.eye(len(gram))).max() <= 2 * bound
     # Where one step multiplies an error by 25, the rounding seen so far is not all of it.
     assert np.abs(gram - space.orthogonality.gram).max() <= 2 * bound
 
 
 def test_most_steps_of_a_friendly_spectrum_read_nothing():
-    space = grown(SPECTRA["bulk"], 60)
-    assert space.num_measured <= 30
-    assert sum(space.num_passes) <= 12
+    space = grown(SPECTRA["network"], 60)
+    assert space.num_measured <= 22
+    assert sum(space.num_passes) <= 15
 
 
 def test_a_start_block_is_measured_at_every_step():
@@ -119,9 +121,10 @@ def test_a_rotated_basis_holds_the_columns_and_leaves_the_old_one(on_host):
     old, rows = curvature.Basis(like, on_host=on_host), rng.normal(size=(7, 300))
     for row in rows:
         old.append(problems.unflatten(row, shapes=SHAPES), 1.0)
-    rotation = np.zeros((7, 3))
+    rotation = np.zeros((7, 4))
     rotation[:6, :2] = rng.normal(size=(6, 2))
     rotation[6, 2] = 1.0  # a vector kept as it is
+    rotation[5, 3] = -2.0
     new = old.rotated(rotation)
     found = np.stack([problems.flatten(new.row(i)) for i in range(new.size)])
     np.testing.assert_allclose(found, rotation.T @ rows, rtol=1e-5, atol=1e-5)

@@ -207,17 +207,23 @@ STATES = {"hutchpp": curvature.HutchppState, "xtrace": curvature.XtraceState}
 def test_a_killed_run_ends_with_the_same_bits(name, stop):
     matrix, _ = problems.symmetric(FLAT)
     product = problems.matvec_of(matrix)
-    many = lambda vs: jax.vmap(product)(vs)
-    saved, steps = {}, []
+    saved, steps, calls = {}, [], []
+
+    def many(vs):
+        calls.append(1)
+        return jax.vmap(product)(vs)
 
     def save(state):
         steps.append(state.num_products)
         if len(steps) == stop:
+            saved["calls"] = len(calls)
             saved["arrays"] = jax.tree.map(np.array, state.arrays())
             saved["metadata"] = state.metadata()
 
     options = {"block_size": 3}
     whole = SKETCHED[name](many, params(), 1, on_step=save, **options)
+    left = len(calls) - saved.pop("calls")
+    calls.clear()
     saved["arrays"] = {  # as JSON would give the small ones back
         key: value if key == "vectors" else np.asarray(value.tolist())
         for key, value in saved["arrays"].items()
@@ -226,6 +232,7 @@ def test_a_killed_run_ends_with_the_same_bits(name, stop):
     again = SKETCHED[name](many, params(), 1, state=state, **options)
     np.testing.assert_array_equal(whole.samples, again.samples)
     assert whole.interval == again.interval
+    assert len(calls) == left
     assert whole.num_products == again.num_products
 
 
