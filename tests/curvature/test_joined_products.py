@@ -87,27 +87,6 @@ def test_a_product_that_is_read_elsewhere_stays():
     assert min(np.abs(part - b @ w).max(), np.abs(part - a @ u).max()) < 1e-5
 
 
-@pytest.mark.usefixtures("x64")
-def test_several_products_share_the_operand_written_for_all():
-    (x, *_), (b, *_) = operands((40, 6, 12)), operands((40, 6, 12), seed=1)
-    kernels, moved = (
-        [operands((40, 6, 12), seed=seed + i)[1] for i in range(4)] for seed in (2, 9)
-    )
-
-    def layers(x, *kernels):
-        return sum(jnp.sum(jnp.tanh(matmul(x, w)) ** 2) for w in kernels)
-
-    alone, shared = (
-        num_products(joined(pushed(layers)), (x, *ws), (b, *us))
-        for ws, us in ((kernels[:1], moved[:1]), (kernels, moved))
-    )
-    assert (alone, shared) == (3, 8)
-    got, expected = (
-        f((x, *kernels), (b, *moved)) for f in (joined(pushed(layers)), pushed(layers))
-    )
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
-
-
 @pytest.mark.parametrize(("first", "second", "found"), [(2, 2, 3), (2, 3, 4)])
 def test_only_products_of_the_same_shape_are_joined(first, second, found):
     x = operands((40, 40, first), np.float32)[0]
