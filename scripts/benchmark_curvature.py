@@ -4,12 +4,13 @@
 
 A T5 1.1 network of 4 + 4 layers (embedding 256, 4 heads of 64, MLP 512), batch 16 of
 64 inputs and 64 targets, float32, random parameters and tokens. Times are medians of
-interleaved calls, printed as ratios to the gradient's; memory is the compiler's own
-count of temporary and output bytes. `--output` names a JSON file.
+interleaved calls in random order, printed as ratios to the gradient's; memory is the
+compiler's own count of temporary and output bytes. `--output` names a JSON file.
 """
 
 import argparse
 import pathlib
+import random
 import statistics
 import time
 
@@ -113,12 +114,18 @@ def programs(loss, outputs, output_hessian, params, batch, stack):
 
 
 def interleaved(calls, repeats):
-    """Seconds of each call: the median of `repeats` rounds through all of them."""
+    """Seconds of each call: the median of `repeats` rounds through all of them.
+
+    The order is drawn anew in each round: what runs after a large program finds the
+    caches cold, and would do so every time.
+    """
+    order, draw = list(calls.items()), random.Random(0)
     for call in calls.values():
         jax.block_until_ready(call())
     times = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in calls.items():
+        draw.shuffle(order)
+        for name, call in order:
             start = time.perf_counter()
             jax.block_until_ready(call())
             times[name].append(time.perf_counter() - start)
