@@ -30,29 +30,30 @@ def blocking_functions(
     """
     product = directional_derivative(loss)
     pushed = jax.make_jaxpr(product)(params, direction, *args)
-    if all(eqn.primitive.name != "custom_lin" for eqn in _equations(pushed.jaxpr)):
+    if all(eqn.primitive.name != "custom_lin" for eqn in equations(pushed.jaxpr)):
         return None
     plain = jax.make_jaxpr(loss)(params, *args)
     names = [
         eqn.params["call_jaxpr"].jaxpr.debug_info.func_name
-        for eqn in _equations(plain.jaxpr)
+        for eqn in equations(plain.jaxpr)
         if eqn.primitive.name == "custom_vjp_call"
     ]
     return list(dict.fromkeys(names))
 
 
-def _equations(jaxpr) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program and of those that it holds."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+            yield from equations(inner)
 
 
 def narrowest_product(loss: Callable[..., Any], params: Any, *args: Any) -> str:
     """The narrowest floating-point type of an operand of the loss's matrix products."""
     traced = jax.make_jaxpr(loss)(params, *args)
     found = ["float32"]
-    for eqn in _equations(traced.jaxpr):
+    for eqn in equations(traced.jaxpr):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             types = [v.aval.dtype for v in eqn.invars]
             found += [

@@ -75,7 +75,6 @@ from t5x_fwdloss.curvature.trees import as_vector as as_vector
 from t5x_fwdloss.curvature.trees import axpy as axpy
 from t5x_fwdloss.curvature.trees import check_finite as check_finite
 from t5x_fwdloss.curvature.trees import check_like as check_like
-from t5x_fwdloss.curvature.trees import combine as combine
 from t5x_fwdloss.curvature.trees import dimension as dimension
 from t5x_fwdloss.curvature.trees import float_part as float_part
 from t5x_fwdloss.curvature.trees import inner as inner

@@ -22,6 +22,9 @@ References:
   Simon 1984, The Lanczos algorithm with partial reorthogonalization, section 4.
 """
 
+import copy
+import dataclasses
+
 import numpy as np
 from jaxtyping import Float
 
@@ -36,6 +39,7 @@ LEAST_CHECKS = 3
 PART = 0.5
 
 
+@dataclasses.dataclass
 class Orthogonality:
     r"""The estimated Gram matrix of a basis, and how far the estimate is trusted.
 
@@ -50,35 +54,25 @@ class Orthogonality:
             it still has them, and hands them on: the next vector needs it, too.
     """
 
-    def __init__(self):
-        """Of an empty basis."""
-        self.gram = np.zeros((0, 0))
-        self.error = 0.0
-        self.num_checks = 0
-        self.uncertainties = [0.0, 0.0]
-        self.restarted = False
-        self.subtracted = False
+    gram: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0)))
+    error: float = 0.0
+    num_checks: int = 0
+    uncertainties: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
+    restarted: bool = False
+    subtracted: bool = False
 
     def metadata(self) -> dict:
         """What is not in `gram`, plain numbers that JSON holds."""
-        return {
-            "error": self.error,
-            "num_checks": self.num_checks,
-            "uncertainties": list(self.uncertainties),
-            "restarted": self.restarted,
-            "subtracted": self.subtracted,
-        }
+        found = dataclasses.asdict(self)
+        del found["gram"]
+        return found
 
     @classmethod
     def from_saved(cls, gram: np.ndarray, metadata: dict) -> "Orthogonality":
         """The state that `gram` and `metadata` were taken from."""
-        found = cls()
         size = int(np.sqrt(np.size(gram)))
-        found.gram = np.array(gram, np.float64).reshape(size, size)
-        for name, value in metadata.items():
-            setattr(found, name, value)
-        found.uncertainties = list(found.uncertainties)
-        return found
+        rest = copy.deepcopy(metadata)
+        return cls(np.array(gram, np.float64).reshape(size, size), **rest)
 
     def predict(
         self, projected: np.ndarray, column: np.ndarray, length: float

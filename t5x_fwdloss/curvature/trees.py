@@ -161,20 +161,6 @@ def as_vector(tree: PyTree) -> PyTree:
     return jax.tree.map(_wide, float_part(tree))
 
 
-@jax.jit
-def combine(vectors: PyTree, coefficients: Float[Array, " k"]) -> PyTree:
-    r"""The vector $\sum_i c_i x_i$ of vectors stacked along the first axis."""
-    return jax.tree.map(
-        lambda leaf: jnp.einsum(
-            "k,k...->...",
-            coefficients.astype(leaf.dtype),
-            leaf,
-            precision=jax.lax.Precision.HIGHEST,
-        ),
-        vectors,
-    )
-
-
 def stack(vectors: collections.abc.Sequence[PyTree]) -> PyTree:
     """Vectors stacked along a new first axis of each leaf."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *vectors)

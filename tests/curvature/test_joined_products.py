@@ -7,7 +7,7 @@ import pytest
 from jax.extend import core
 
 from t5x_fwdloss import curvature, losses
-from t5x_fwdloss.analysis.forward_mode import _equations
+from t5x_fwdloss.analysis.forward_mode import equations
 from t5x_fwdloss.curvature.joined_products import joined
 
 WIDE, NARROW = (32, 4, 60), (16, 12, 16)
@@ -51,7 +51,7 @@ def pushed(function):
 
 def num_products(function, *args):
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return sum(eqn.primitive.name == "dot_general" for eqn in _equations(jaxpr))
+    return sum(eqn.primitive.name == "dot_general" for eqn in equations(jaxpr))
 
 
 @pytest.mark.usefixtures("x64")
