@@ -18,9 +18,9 @@ from t5x_fwdloss.curvature.directions import filter_normalized as filter_normali
 from t5x_fwdloss.curvature.directions import leaf_normalized as leaf_normalized
 from t5x_fwdloss.curvature.directions import normalized as normalized
 from t5x_fwdloss.curvature.directions import overlaps as overlaps
-from t5x_fwdloss.curvature.eigenpairs import EigenpairsResult as EigenpairsResult
-from t5x_fwdloss.curvature.eigenpairs import EigenpairsState as EigenpairsState
 from t5x_fwdloss.curvature.eigenpairs import eigenpairs as eigenpairs
+from t5x_fwdloss.curvature.eigenpairs_state import EigenpairsResult as EigenpairsResult
+from t5x_fwdloss.curvature.eigenpairs_state import EigenpairsState as EigenpairsState
 from t5x_fwdloss.curvature.errors import NonFiniteError as NonFiniteError
 from t5x_fwdloss.curvature.fisher import (
     empirical_fisher_product as empirical_fisher_product,

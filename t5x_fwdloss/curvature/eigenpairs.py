@@ -7,101 +7,16 @@ eigenvalue within $r$ of the number reported, whatever happened before.
 """
 
 import collections.abc
-import dataclasses
-import typing
 
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import krylov, probes, trees
-
-End = typing.Literal["largest", "smallest"]
-
-
-@dataclasses.dataclass(frozen=True)
-class EigenpairsResult:
-    r"""Eigenpairs: the largest in falling order, then the smallest in rising order.
-
-    Attributes:
-      eigenvalues: Rayleigh quotients of the eigenvectors, float64.
-      eigenvectors: Vectors of norm one.
-      ends: For each pair, the end of the spectrum it belongs to.
-      residuals: True residual norms $\|A y - \theta y\|$, by one more product each.
-      converged: Whether the residual is at most `tolerance` times `scale`.
-      scale: The largest $|\theta|$ seen: the norm of $A$ on the space.
-      tolerance: The relative residual asked for.
-      orthogonality: Largest entry of $|Y^T Y - I|$ over the eigenvectors.
-      num_steps: Products spent on the Krylov space.
-      num_products: All products, those for the residuals included.
-      num_restarts: Thick restarts.
-      exhausted: Whether the Krylov space became invariant.
-      history: Rows `[step, theta_1, estimate_1, ...]` of the wanted pairs, one a step
-        (NaN before there are as many Ritz values).
-    """
-
-    eigenvalues: Float[np.ndarray, " k"]
-    eigenvectors: list[PyTree]
-    ends: tuple[End, ...]
-    residuals: Float[np.ndarray, " k"]
-    converged: tuple[bool, ...]
-    scale: float
-    tolerance: float
-    orthogonality: float
-    num_steps: int
-    num_products: int
-    num_restarts: int
-    exhausted: bool
-    history: Float[np.ndarray, "steps columns"]
-
-
-@dataclasses.dataclass
-class EigenpairsState:
-    """Where a run stands, given to `on_step` and taken back by `state`.
-
-    Attributes:
-      space: The Krylov space.
-      history: As in the result, a list of rows.
-      num_restarts: Thick restarts so far.
-      num_fresh: Random vectors added after the space had become invariant.
-    """
-
-    space: krylov.Krylov
-    history: list[list[float]]
-    num_restarts: int = 0
-    num_fresh: int = 0
-
-    def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved."""
-        return {**self.space.arrays(), "history": np.array(self.history)}
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds."""
-        return {
-            "space": self.space.metadata(),
-            "num_restarts": self.num_restarts,
-            "num_fresh": self.num_fresh,
-        }
-
-    @classmethod
-    def from_saved(
-        cls, like: PyTree, arrays: dict, metadata: dict
-    ) -> "EigenpairsState":
-        """The state that `arrays` and `metadata` were taken from, to the bit.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The state.
-        """
-        return cls(
-            krylov.Krylov.from_saved(like, arrays, metadata["space"]),
-            np.asarray(arrays["history"]).tolist(),
-            metadata["num_restarts"],
-            metadata["num_fresh"],
-        )
+from t5x_fwdloss.curvature import krylov, probes, ritz, trees
+from t5x_fwdloss.curvature.eigenpairs_state import (
+    EigenpairsResult,
+    EigenpairsState,
+    End,
+)
 
 
 def _wanted(size: int, num_largest: int, num_smallest: int) -> list[tuple[int, End]]:
@@ -210,7 +125,7 @@ def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_start
 
 
 def _record(state, num_largest, num_smallest):
-    values, _, estimates = state.space.ritz()
+    values, _, estimates = ritz.pairs(state.space)
     row = [float(state.space.num_products)]
     for position, _ in _wanted(len(values), num_largest, num_smallest):
         row += [float(values[position]), float(estimates[position])]
@@ -227,7 +142,7 @@ def _finished(state, num_largest, num_smallest, tolerance, total):
         return True
     if j < num_largest + num_smallest:
         return False
-    values, _, estimates = space.ritz()
+    values, _, estimates = ritz.pairs(space)
     bound = tolerance * np.abs(values).max()
     wanted = [position for position, _ in _wanted(j, num_largest, num_smallest)]
     return bool((estimates[wanted] <= bound).all()) and not (
@@ -238,7 +153,7 @@ def _finished(state, num_largest, num_smallest, tolerance, total):
 
 def _restart(space, num_largest, num_smallest, max_basis):
     """Keeps the wanted Ritz vectors and, to converge faster, some more of each end."""
-    values, vectors, _ = space.ritz()
+    values, vectors, _ = ritz.pairs(space)
     j = space.num_expanded
     waiting = space.basis.size - j
     room = min(j, max_basis - waiting - 1)
@@ -248,17 +163,17 @@ def _restart(space, num_largest, num_smallest, max_basis):
     top = min(num_largest + round(spare * share), kept)
     bottom = kept - top
     columns = [*range(bottom), *range(j - top, j)]
-    space.restart(vectors[:, columns], values[columns])
+    ritz.restart(space, values[columns], vectors[:, columns])
 
 
 def _finish(matvec, state, num_largest, num_smallest, tolerance):
     space = state.space
-    values, coefficients, _ = space.ritz()
+    values, coefficients, _ = ritz.pairs(space)
     wanted = _wanted(len(values), num_largest, num_smallest)
     scale = float(np.abs(values).max())
     thetas, vectors, residuals = [], [], []
     for number, (position, end) in enumerate(wanted):
-        y = space.ritz_vector(coefficients[:, position])
+        y = ritz.vector(space, coefficients[:, position])
         y = trees.scale(1.0 / float(trees.norm(y)), y)
         product = matvec(y)
         name = f"residual of {end} eigenpair {number + 1}"

@@ -18,7 +18,6 @@ kept as it is.
 """
 
 import collections
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -26,49 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 from jaxtyping import PyTree
 
+from t5x_fwdloss.curvature.linear_forms import Fill, Form, Pool
 from t5x_fwdloss.curvature.linear_program import Folded, Program, Step
 
 INLINED = ("pjit", "jit", "closed_call", "core_call")
-Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """A sum of variables times coefficients; None is the coefficient one."""
-
-    terms: dict[int, Array | np.ndarray | float | None]
-
-    @property
-    def num_arrays(self) -> int:
-        """How many coefficients take memory."""
-        return sum(c is not None and jnp.ndim(c) > 0 for c in self.terms.values())
-
-    def plus(self, other: "_Form") -> "_Form":
-        """The sum of two forms."""
-        terms = dict(self.terms)
-        for i, c in other.terms.items():
-            if i not in terms:
-                terms[i] = c
-                continue
-            ours, theirs = (1.0 if x is None else x for x in (terms[i], c))
-            terms[i] = jnp.asarray(ours + theirs)
-        return _Form(terms)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fill:
-    """An array of one number, made in every product: the zeros of unused parameters."""
-
-    number: Any
-    aval: Any
-
-    def array(self) -> Array:
-        """The array."""
-        return jnp.full(self.aval.shape, self.number, self.aval.dtype)
 
 
 def fold(*functions: tuple[Callable[[PyTree], PyTree], PyTree]) -> Folded:
@@ -79,56 +42,17 @@ def fold(*functions: tuple[Callable[[PyTree], PyTree], PyTree]) -> Folded:
     Args:
         *functions: pairs of a linear function and a tree like its argument.
     """
-    pool = _Pool([], {}, {})
+    pool = Pool([], {}, {})
     programs = []
     for function, like in functions:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(like)
         folding = _Folding(len(closed.in_avals), pool)
-        inputs = [_Form({i: None}) for i in range(len(closed.in_avals))]
+        inputs = [Form({i: None}) for i in range(len(closed.in_avals))]
         found = folding.run(closed.jaxpr, closed.consts, inputs)
         results = tuple(map(folding.variable, found, closed.out_avals))
         structure = jax.tree.structure(shapes)
         programs.append(Program(tuple(folding.steps), results, structure))
     return Folded(pool.constants, tuple(programs))
-
-
-@dataclasses.dataclass
-class _Pool:
-    """Constants, each once, whichever program reads it.
-
-    Attributes:
-        constants: those that a step reads.
-        numbers: their places, by identity.
-        made: what was computed of which values, so that it is computed once.
-    """
-
-    constants: list[Any]
-    numbers: dict[int, int]
-    made: dict[Any, tuple[Any, Any]]
-
-    def number(self, value: Any) -> int:
-        """The place of a constant."""
-        if id(value) not in self.numbers:
-            self.numbers[id(value)] = len(self.constants)
-            self.constants.append(value)
-        return self.numbers[id(value)]
-
-    def compute(self, name: Any, function: Callable[..., Any], *values: Any) -> Any:
-        """`function(*values)`, from before where name and values were the same."""
-        key = name, tuple(map(id, values))
-        if key not in self.made:
-            # With the values, so that none of their ids is given to another.
-            self.made[key] = values, function(*values)
-        return self.made[key][1]
-
-    def product(self, left: Any, right: Any) -> Any:
-        """The elementwise product of two coefficients; None is one."""
-        if left is None or right is None:
-            return right if left is None else left
-        if isinstance(left, float) and isinstance(right, float):
-            return left * right
-        pair = sorted((left, right), key=id)
-        return self.compute("product", operator.mul, *pair)
 
 
 class _Folding:
@@ -137,7 +61,7 @@ class _Folding:
     def __init__(self, num_variables, pool):
         self.steps: list[Step] = []
         self._pool = pool
-        self._made: dict[int, tuple[_Form, int]] = {}
+        self._made: dict[int, tuple[Form, int]] = {}
         self._count = num_variables
 
     def run(self, jaxpr, consts, inputs):
@@ -156,9 +80,9 @@ class _Folding:
             ]
             for var, value in zip(eqn.outvars, self._equation(eqn, args), strict=True):
                 known[var] = value
-                if uses[var] > 1 and isinstance(value, _Form) and len(value.terms) > 1:
+                if uses[var] > 1 and isinstance(value, Form) and len(value.terms) > 1:
                     # A sum that several read would have coefficients for each of them.
-                    known[var] = _Form({self.variable(value, var.aval): None})
+                    known[var] = Form({self.variable(value, var.aval): None})
         return [
             v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars
         ]
@@ -169,11 +93,11 @@ class _Folding:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self.run(inner.jaxpr, inner.consts, given)
         if name == "broadcast_in_dim" and isinstance(eqn.invars[0], core.Literal):
-            return [_Fill(eqn.invars[0].val, eqn.outvars[0].aval)]
+            return [Fill(eqn.invars[0].val, eqn.outvars[0].aval)]
         args: list[Any] = [
-            arg.array() if isinstance(arg, _Fill) else arg for arg in given
+            arg.array() if isinstance(arg, Fill) else arg for arg in given
         ]
-        moving = [isinstance(arg, _Form) for arg in args]
+        moving = [isinstance(arg, Form) for arg in args]
         if not any(moving):
             found = self._pool.compute(
                 (name, str(eqn.params)),
@@ -197,12 +121,12 @@ class _Folding:
     def _scaled(self, form, factor, shape):
         # Multiplied out where that leaves no more coefficients than there are now.
         if jnp.ndim(factor) and len(form.terms) > max(1, form.num_arrays):
-            form = _Form({self.variable(form, shape): None})
+            form = Form({self.variable(form, shape): None})
         return self._times(form, factor)
 
     def _times(self, form, factor):
         terms = form.terms.items()
-        return _Form({i: self._pool.product(c, factor) for i, c in terms})
+        return Form({i: self._pool.product(c, factor) for i, c in terms})
 
     def _bind(self, eqn, args, moving):
         """The equation as it is, on variables."""
@@ -224,7 +148,7 @@ class _Folding:
             return found if eqn.primitive.multiple_results else [found]
 
         results = self._step(function, variables, fixed, len(eqn.outvars))
-        return [_Form({i: None}) for i in results]
+        return [Form({i: None}) for i in results]
 
     def _dot(self, eqn, args, moving):
         """A product of a variable with a constant, which is laid out beforehand."""
@@ -266,13 +190,13 @@ class _Folding:
 
         variable = self.variable(form, eqn.invars[0 if left else 1].aval)
         (number,) = self._step(function, [variable], [laid_out], 1)
-        return _Form({number: None})
+        return Form({number: None})
 
     def variable(self, value, aval) -> int:
         """The number of a variable that holds a form (or a constant)."""
-        if isinstance(value, _Fill):
+        if isinstance(value, Fill):
             return self._step(lambda: [value.array()], [], [], 1)[0]
-        if not isinstance(value, _Form):
+        if not isinstance(value, Form):
             return self._step(lambda x: [x], [], [value], 1)[0]
         if list(value.terms.values()) == [None]:
             return next(iter(value.terms))

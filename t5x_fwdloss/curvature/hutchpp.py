@@ -128,7 +128,7 @@ def hutchpp_trace(
     def multiply(vectors, name):
         results = sketches.apply_all(matvec, vectors, block_size)
         for result in results:
-            sketches.finite_norm(result, name)
+            trees.finite_norm(result, name)
         return results
 
     def done():

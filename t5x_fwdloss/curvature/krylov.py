@@ -20,19 +20,15 @@ References:
   Simon 1984, Analysis of the symmetric Lanczos algorithm with reorthogonalization.
   Daniel, Gragg, Kaufman, Stewart 1976, Reorthogonalization and stable algorithms.
   Bai et al. 2000, Templates for Eigenvalue Problems, section 4.6 (band Lanczos).
-  Wu, Simon 2000, Thick-restart Lanczos method for large symmetric eigenproblems.
 """
 
 import collections.abc
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import basis, errors, orthogonality, trees
+from t5x_fwdloss.curvature import basis, orthogonality, trees
 
 Matvec = collections.abc.Callable[[PyTree], PyTree]
 
@@ -70,9 +66,7 @@ class Krylov:
         self.num_passes = [0, 0]
         self.num_measured = 0
         self.orthogonality = orthogonality.Orthogonality()
-        self._eps = max(
-            float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(like)
-        )
+        self._eps = trees.epsilon(like)
         self._overlap_bound = self._eps**OVERLAP_POWER
         self._tiny = float(np.finfo(np.float64).tiny)
 
@@ -142,13 +136,13 @@ class Krylov:
         Returns:
           Whether it was independent of the vectors there.
         """
-        before = _finite_norm(vector, name)
+        before = trees.finite_norm(vector, name)
         # A copy, because Gram-Schmidt may reuse the memory of its argument.
         rest, after = trees.scale(1.0, vector), before
         for _ in range(3 if self.basis.size else 0):
             last = after
             rest = self.basis.subtract(rest, self.basis.coefficients(rest))
-            after = _finite_norm(rest, name)
+            after = trees.finite_norm(rest, name)
             if after >= SQRT_HALF * last:
                 break
         if after <= BREAKDOWN * self._eps * before:
@@ -192,7 +186,7 @@ class Krylov:
             coefficient = float(self.projected[j, known[-1]])
             overlap = float(self.orthogonality.gram[j, known[-1]])
         w, alpha, length = self.basis.local_step(w, v, previous, coefficient, overlap)
-        after = _checked(length, w, name)
+        after = trees.checked_norm(length, w, name)
         column = np.zeros(size)
         column[j] = float(alpha)
 
@@ -236,7 +230,7 @@ class Krylov:
             column += overlap
             self.num_passes[num_passes] += 1
             num_passes += 1
-            before, after = after, _finite_norm(w, name)
+            before, after = after, trees.finite_norm(w, name)
             overlap = np.zeros_like(overlap)
             # What a second pass shrinks much, too, lies in the space up to rounding.
             in_space = num_passes == 2 and after < 0.1 * before
@@ -254,60 +248,3 @@ class Krylov:
         self.projected[:, j] = column
         self.projected[j, :] = column
         self.num_expanded += 1
-
-    def ritz(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ritz values (ascending), their coefficients by column, residual norms."""
-        j = self.num_expanded
-        values, vectors = np.linalg.eigh(self.projected[:j, :j])
-        coupling = self.projected[j:, :j] @ vectors
-        return values, vectors, np.linalg.norm(coupling, axis=0)
-
-    def ritz_vector(self, coefficients: np.ndarray) -> PyTree:
-        """The vector with the given coefficients in the orthonormalized basis."""
-        padded = np.zeros(self.basis.size)
-        padded[: self.num_expanded] = self._orthonormal(coefficients)
-        return self.basis.combination(padded)
-
-    def _orthonormal(self, coefficients):
-        """What coefficients in the orthonormalized basis are in the basis.
-
-        It is the projection on the orthonormalized basis, V R^-1 with G = R^T R, that T
-        gives to rounding (Simon), and its Ritz vectors that are orthonormal.
-        """
-        j = self.num_expanded
-        factor = np.linalg.cholesky(self.orthogonality.gram[:j, :j])
-        return scipy.linalg.solve_triangular(factor.T, coefficients)
-
-    def restart(self, keep: np.ndarray, num_values: np.ndarray | None = None) -> None:
-        """Thick restart: keeps some Ritz vectors and the vectors not yet expanded.
-
-        Args:
-          keep: Coefficients of the Ritz vectors kept, `[num_expanded, kept]`.
-          num_values: Their Ritz values; computed from `projected` where not given.
-        """
-        j, size, kept = self.num_expanded, self.basis.size, keep.shape[1]
-        rotation = np.zeros((size, kept + size - j))
-        rotation[:j, :kept] = self._orthonormal(keep)
-        rotation[j:, kept:] = np.eye(size - j)
-        if num_values is None:
-            num_values = np.einsum("ik,ij,jk->k", keep, self.projected[:j, :j], keep)
-        projected = np.zeros((kept + size - j,) * 2)
-        projected[np.arange(kept), np.arange(kept)] = num_values
-        projected[kept:, :kept] = self.projected[j:, :j] @ keep
-        projected[:kept, kept:] = projected[kept:, :kept].T
-        self.basis = self.basis.rotated(rotation)
-        self.orthogonality.rotate(rotation)
-        self.projected = projected
-        self.num_expanded = kept
-
-
-def _finite_norm(w, name):
-    return _checked(trees.norm(w), w, name)
-
-
-def _checked(length, w, name):
-    value = float(length)
-    if not math.isfinite(value):
-        trees.check_finite(w, name)
-        raise errors.NonFiniteError(name, ())
-    return value

@@ -15,40 +15,13 @@ References:
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import basis, errors, krylov, trees
+from t5x_fwdloss.curvature import basis, krylov, trees
 
 # A remainder of this many units of rounding, relative to the vector, is noise.
 NOISE = 50.0
-
-
-def finite_norm(vector: PyTree, name: str) -> float:
-    """The norm of a vector.
-
-    Args:
-      vector: The vector.
-      name: What an error calls it.
-
-    Returns:
-      The norm.
-
-    Raises:
-      NonFiniteError: The vector holds NaN or Inf, or the norm overflows.
-    """
-    length = float(trees.norm(vector))
-    if not math.isfinite(length):
-        trees.check_finite(vector, name)
-        raise errors.NonFiniteError(name, ())
-    return length
-
-
-def epsilon(vector: PyTree) -> float:
-    """The largest unit of rounding among a vector's leaves."""
-    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(vector))
 
 
 def extend(space: basis.Basis, vector: PyTree, name: str) -> tuple[np.ndarray, bool]:
@@ -62,19 +35,19 @@ def extend(space: basis.Basis, vector: PyTree, name: str) -> tuple[np.ndarray, b
     Returns:
       Coefficients of the vector in the basis as it is afterwards, and whether it grew.
     """
-    length = rest = finite_norm(vector, name)
+    length = rest = trees.finite_norm(vector, name)
     coefficients = np.zeros(space.size)
     w = trees.scale(1.0, vector)
     for _ in range(3):
         overlap = space.coefficients(w)
-        if not space.size or np.abs(overlap).max() <= epsilon(vector) * rest:
+        if not space.size or np.abs(overlap).max() <= trees.epsilon(vector) * rest:
             break
         w = space.subtract(w, overlap)
         coefficients += overlap
-        before, rest = rest, finite_norm(w, name)
+        before, rest = rest, trees.finite_norm(w, name)
         if rest >= math.sqrt(0.5) * before:
             break
-    if rest <= NOISE * epsilon(vector) * length:
+    if rest <= NOISE * trees.epsilon(vector) * length:
         return coefficients, False
     space.append(w, 1.0 / rest, donate=True)
     return np.append(coefficients, rest), True

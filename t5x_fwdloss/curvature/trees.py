@@ -197,3 +197,31 @@ def check_finite(vector: PyTree, step: str) -> None:
     bad = tuple(path for path, ok in zip(paths, flags, strict=True) if not ok)
     if bad:
         raise errors.NonFiniteError(step, bad)
+
+
+def finite_norm(vector: PyTree, step: str) -> float:
+    """The norm of a vector that must be finite; see `checked_norm`."""
+    return checked_norm(norm(vector), vector, step)
+
+
+def checked_norm(length: Scalar, vector: PyTree, step: str) -> float:
+    """The norm of a vector, as a host number.
+
+    Args:
+      length: The norm, already computed.
+      vector: The vector.
+      step: What was being computed, for the message.
+
+    Raises:
+      NonFiniteError: The vector holds NaN or Inf, or the norm overflows.
+    """
+    value = float(length)
+    if not math.isfinite(value):
+        check_finite(vector, step)
+        raise errors.NonFiniteError(step, ())
+    return value
+
+
+def epsilon(vector: PyTree) -> float:
+    """The largest unit of rounding among a vector's leaves."""
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(vector))

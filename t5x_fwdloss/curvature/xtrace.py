@@ -100,7 +100,7 @@ def xtrace(
         ]
         new = [q for q in added if q is not None]
         for product in sketches.apply_all(matvec, new, block_size):
-            sketches.finite_norm(product, name)
+            trees.finite_norm(product, name)
             sketch.add_row(product)
         if on_step is not None:
             on_step(sketch)

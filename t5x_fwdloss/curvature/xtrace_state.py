@@ -27,7 +27,7 @@ class XtraceState:
           on_host: Whether the vectors are kept in pinned host memory.
         """
         like = trees.zeros_like(params)
-        self.epsilon = sketches.epsilon(like)
+        self.epsilon = trees.epsilon(like)
         self.space = basis.Basis(like, on_host=on_host)  # Q
         self.omega = basis.Basis(like, on_host=on_host)
         self.r = np.zeros((0, 0))  # Q^T A Omega

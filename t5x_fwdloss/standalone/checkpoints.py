@@ -100,50 +100,49 @@ def restore_params(path: str, like: Any) -> tuple[int, Any]:
             `check_same`; each leaf is restored with the sharding given here, if any.
     """
     folder = find(path)
-    handler = ocp.PyTreeCheckpointHandler()
-    stored = handler.metadata(folder / "state").tree
+    stored = _stored(folder / "state")
     check_same(_shapes(like), _shapes(stored["target"]), folder)
     wanted = {"target": like, "state": {"step": 0}}
-    restored = handler.restore(folder / "state", args=_arguments(wanted))
+    restored = _restored(folder / "state", wanted)
     return int(restored["state"]["step"]), restored["target"]
 
 
 def restore_optimizer(path: str, like: Any) -> Any:
     """The optimizer's state of a checkpoint that the standalone host wrote.
 
-    Raises:
-        ValueError: if the checkpoint has none.
+    A checkpoint that has none is refused (`ValueError`).
     """
-    folder = find(path)
-    if not (folder / "optimizer").is_dir():
-        raise ValueError(
-            f"To go on training, {folder} must hold the optimizer's state: it does not "
-            "(T5X wrote it?); start from it in a new MODEL_DIR."
-        )
-    handler = ocp.PyTreeCheckpointHandler()
-    stored = handler.metadata(folder / "optimizer").tree
-    found = _shapes(stored.get("optax", {}))
-    check_same(_shapes(like), found, folder, what="optimizer's state")
-    restored = handler.restore(folder / "optimizer", args=_arguments({"optax": like}))
-    return restored["optax"]
+    folder = _optimizer_folder(path, "start from it in a new MODEL_DIR")
+    found = _shapes(_stored(folder).get("optax", {}))
+    check_same(_shapes(like), found, folder.parent, what="optimizer's state")
+    return _restored(folder, {"optax": like})["optax"]
 
 
 def restore_optimizer_state(path: str) -> Any:
     """The optimizer's state as it was saved, for which no optimizer is needed.
 
-    Raises:
-        ValueError: if the checkpoint has none.
+    A checkpoint that has none is refused (`ValueError`).
     """
+    folder = _optimizer_folder(path, "use python -m t5x_fwdloss.analyze")
+    return _restored(folder, _stored(folder))["optax"]
+
+
+def _optimizer_folder(path: str, advice: str) -> epath.Path:
     folder = find(path)
     if not (folder / "optimizer").is_dir():
         raise ValueError(
-            f"{folder} must hold the optimizer's state: it does not (T5X wrote it?); use "
-            "python -m t5x_fwdloss.analyze."
+            f"{folder} must hold the optimizer's state: it does not (T5X wrote it?); "
+            f"{advice}."
         )
-    handler = ocp.PyTreeCheckpointHandler()
-    stored = handler.metadata(folder / "optimizer").tree
-    restored = handler.restore(folder / "optimizer", args=_arguments(stored))
-    return restored["optax"]
+    return folder / "optimizer"
+
+
+def _stored(folder: epath.Path) -> Any:
+    return ocp.PyTreeCheckpointHandler().metadata(folder).tree
+
+
+def _restored(folder: epath.Path, wanted: Any) -> Any:
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=_arguments(wanted))
 
 
 def _arguments(wanted) -> ocp.args.PyTreeRestore:

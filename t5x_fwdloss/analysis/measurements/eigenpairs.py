@@ -22,6 +22,7 @@ from t5x_fwdloss.curvature import (
     eigenpairs,
     groups,
     probes,
+    ritz,
     trees,
 )
 
@@ -220,5 +221,5 @@ class FisherEigenpairs(Eigenpairs):
 
 
 def _extremes(state) -> str:
-    values, _, _ = state.space.ritz()
+    values, _, _ = ritz.pairs(state.space)
     return f"Ritz values {values[0]:.4g} to {values[-1]:.4g}"

@@ -1,0 +1,86 @@
+"""Values in a linear program: forms in its variables, and constants, each once."""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A sum of variables times coefficients; None is the coefficient one."""
+
+    terms: dict[int, Array | np.ndarray | float | None]
+
+    @property
+    def num_arrays(self) -> int:
+        """How many coefficients take memory."""
+        return sum(c is not None and jnp.ndim(c) > 0 for c in self.terms.values())
+
+    def plus(self, other: "Form") -> "Form":
+        """The sum of two forms."""
+        terms = dict(self.terms)
+        for i, c in other.terms.items():
+            if i not in terms:
+                terms[i] = c
+                continue
+            ours, theirs = (1.0 if x is None else x for x in (terms[i], c))
+            terms[i] = jnp.asarray(ours + theirs)
+        return Form(terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """An array of one number, made in every product: the zeros of unused parameters."""
+
+    number: Any
+    aval: Any
+
+    def array(self) -> Array:
+        """The array."""
+        return jnp.full(self.aval.shape, self.number, self.aval.dtype)
+
+
+@dataclasses.dataclass
+class Pool:
+    """Constants, each once, whichever program reads it.
+
+    Attributes:
+        constants: those that a step reads.
+        numbers: their places, by identity.
+        made: what was computed of which values, so that it is computed once.
+    """
+
+    constants: list[Any]
+    numbers: dict[int, int]
+    made: dict[Any, tuple[Any, Any]]
+
+    def number(self, value: Any) -> int:
+        """The place of a constant."""
+        if id(value) not in self.numbers:
+            self.numbers[id(value)] = len(self.constants)
+            self.constants.append(value)
+        return self.numbers[id(value)]
+
+    def compute(self, name: Any, function: Callable[..., Any], *values: Any) -> Any:
+        """`function(*values)`, from before where name and values were the same."""
+        key = name, tuple(map(id, values))
+        if key not in self.made:
+            # With the values, so that none of their ids is given to another.
+            self.made[key] = values, function(*values)
+        return self.made[key][1]
+
+    def product(self, left: Any, right: Any) -> Any:
+        """The elementwise product of two coefficients; None is one."""
+        if left is None or right is None:
+            return right if left is None else left
+        if isinstance(left, float) and isinstance(right, float):
+            return left * right
+        pair = sorted((left, right), key=id)
+        return self.compute("product", operator.mul, *pair)
