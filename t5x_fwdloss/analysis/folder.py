@@ -18,6 +18,9 @@ from t5x_fwdloss.analysis.numbers import (
     result_to_json,
 )
 
+# Of what measurements save half-way: to be counted up when a state gets other members.
+FORMAT = 1
+
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
@@ -44,13 +47,15 @@ class RunFolder:
         """Claim the folder for the run with this fingerprint, or go on with it.
 
         Raises:
-            ValueError: the folder holds a different run's results; says what differs.
+            ValueError: the folder holds a different run's results, or unfinished ones
+                that another version has saved; says what differs.
         """
         problem = None
         if self.is_primary:
             problem = self._difference(fingerprint)
             if problem is None:
-                files.write_json(self._work / "run.json", fingerprint)
+                claim = fingerprint | {"unfinished_format": FORMAT}
+                files.write_json(self._work / "run.json", claim)
         problem = agreement.from_primary(problem)
         if problem is not None:
             raise ValueError(problem)
@@ -100,13 +105,15 @@ class RunFolder:
             self._remove(self._work)
 
     def _difference(self, fingerprint) -> str | None:
-        found = None
-        if self.results_path.exists():
-            found = files.read_json(self.results_path).get("fingerprint", {})
-        elif (self._work / "run.json").exists():
-            found = files.read_json(self._work / "run.json")
         wanted = files.to_json(fingerprint)
-        if found is None or found == wanted:
+        found = wanted
+        if (self._work / "run.json").exists():
+            found = files.read_json(self._work / "run.json")
+            # What is finished can be read by every version, what is not cannot.
+            wanted |= {"unfinished_format": FORMAT}
+        elif self.results_path.exists():
+            found = files.read_json(self.results_path).get("fingerprint", {})
+        if found == wanted:
             return None
         names = [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)]
         listed = "; ".join(

@@ -16,9 +16,6 @@ from t5x_fwdloss.analysis import agreement, files, vector_store
 
 State = TypeVar("State")
 
-# Of what is saved; to be counted up when a state of the engine gets other members.
-FORMAT = 1
-
 
 @dataclasses.dataclass(frozen=True)
 class LanczosState:
@@ -50,12 +47,7 @@ class LanczosState:
             if not (self.path / names[-1]).exists():
                 vector_store.save(self.path / names[-1], vector)
         if self.is_primary:
-            document = {
-                "format": FORMAT,
-                "metadata": metadata,
-                "arrays": arrays,
-                "vectors": names,
-            }
+            document = {"metadata": metadata, "arrays": arrays, "vectors": names}
             files.write_json(self._index, document)
             self._remove_all_but(names)
         agreement.wait("lanczos state saved")
@@ -66,22 +58,13 @@ class LanczosState:
         Args:
             like: a vector.
             state_class: the class of the state, with `from_saved`.
-
-        Raises:
-            ValueError: another version saved it; it is left as it is.
         """
         found = None
-        if self.is_primary and self._index.exists():
-            found = files.read_json(self._index)
-        found = agreement.from_primary(found)
-        if found is not None and found.get("format") != FORMAT:
-            raise ValueError(
-                f"The unfinished state in {self.path} must have format {FORMAT}: it has "
-                f"format {found.get('format')}, of another version of t5x_fwdloss; go on "
-                "with that version, or delete the folder to start this measurement over."
-            )
         if self.is_primary:
+            if self._index.exists():
+                found = files.read_json(self._index)
             self._remove_all_but(found["vectors"] if found else [])
+        found = agreement.from_primary(found)
         agreement.wait("lanczos state read")
         if found is None:
             return None
