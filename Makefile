@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 QUICKSTART_DIR ?= quickstart
 # The files that are checked: everything of ours, found by git, never listed by hand.
-SOURCES := t5x_fwdloss configs tests scripts setup.py
+SOURCES := t5x_fwdloss configs tests scripts typings setup.py
 
 .PHONY: help setup t5x quickstart test lint format bench clean
 
@@ -16,7 +16,8 @@ help:
 	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
-	@echo "bench       the benchmarks behind the numbers in README.md"
+	@echo "bench       measure again what README.md's tables say, and write them: an hour or two"
+	@echo "clean       remove caches and builds; $(VENV) and results stay"
 
 setup: $(VENV)/.complete
 
@@ -57,3 +58,14 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix-only $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
+
+# The step of a whole training run is timed only where T5X is.
+bench: setup
+	$(BIN)/python scripts/benchmark_loss.py --output=docs/benchmarks/loss_cpu.json \
+	  $$($(BIN)/python -c "import t5x" 2>/dev/null && echo --train_step)
+	$(BIN)/python scripts/benchmark_curvature.py --output=docs/benchmarks/curvature_cpu.json
+	$(BIN)/python scripts/readme_tables.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
