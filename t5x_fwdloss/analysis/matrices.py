@@ -7,7 +7,8 @@ one normalizer W, like the loss:
 - `gauss_newton`: $\sum_b J_b^T H_b J_b / W$, $H_b$ the loss's Hessian in the logits;
 - `fisher`: the same with $\mathrm{diag}\, p - p p^T$: labels drawn from the model,
   in expectation; equal to Gauss-Newton where smoothing and z-loss are zero;
-- `sampled_fisher`: an unbiased draw of it, one label a token from one fixed key a batch;
+- `sampled_fisher`: an unbiased draw of it, one label a token, drawn from a key that
+  depends on the example's number only, so that any split gives the same matrix;
 - `empirical_fisher`: $\sum_t w_t g_t g_t^T / W$ at the labels of the data, token by
   token. It is no estimate of the others (Kunstner, Balles, Hennig 2019).
 """
@@ -45,7 +46,7 @@ def linear_maps(
         token_loss: the loss as a function of the logits.
         normalizer: W.
         sample_seed: what the labels of the sampled Fisher matrix depend on, with the
-            number of their batch.
+            number of their example.
     """
     found = {"hessian": hessian_map(loss)}
     if outputs is None or token_loss is None:
@@ -63,15 +64,22 @@ def linear_maps(
         return _rank_one(token_loss.gradient(logits, batch), tangent)
 
     def sampled(logits, tangent, batch, index):
-        root = jax.random.key(sample_seed, impl="threefry2x32")
-        key = jax.random.fold_in(root, index)
-        return _rank_one(token_loss.sampled_gradient(key, logits, batch), tangent)
+        keys = _example_keys(sample_seed, index, logits.shape[0])
+        return _rank_one(token_loss.sampled_gradient(keys, logits, batch), tangent)
 
     found["gauss_newton"] = output_map(lambda z, u, b, _: token_loss.hessian(z, u, b))
     found["fisher"] = output_map(lambda z, u, b, _: token_loss.fisher(z, u, b))
     found["sampled_fisher"] = output_map(sampled)
     found["empirical_fisher"] = output_map(empirical)
     return found
+
+
+def _example_keys(seed, index, size):
+    """A key for each example of batch `index`, by its number over all batches."""
+    root = jax.random.key(seed, impl="threefry2x32")
+    return jax.vmap(jax.random.fold_in, (None, 0))(
+        root, index * size + jnp.arange(size)
+    )
 
 
 def _rank_one(gradient, tangent):

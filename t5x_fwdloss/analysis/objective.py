@@ -71,7 +71,8 @@ class Objective:
             batches: feature dictionaries, all of the same names, shapes and dtypes.
             normalizer: what the sum over batches is divided by.
             num_microbatches: pieces that every batch is cut into, to save memory; the
-                numbers, and the batches' hash, stay the same.
+                numbers, and the batches' hash, stay the same. Not with dropout, whose
+                masks are drawn for a batch as a whole.
             outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
                 matrix.
             token_loss: the loss as a function of the logits.
@@ -81,8 +82,15 @@ class Objective:
 
         Raises:
             ValueError: no batch, batches that differ, microbatches that do not divide
-                them, or an unknown precision.
+                them, microbatches with dropout, or an unknown precision.
         """
+        if dropout_seed is not None and num_microbatches > 1:
+            raise ValueError(
+                "num_microbatches must be 1 where dropout_seed is given, because "
+                "dropout draws its masks for each piece anew and the loss would be "
+                f"another: got num_microbatches={num_microbatches}, "
+                f"dropout_seed={dropout_seed}; lower the batch size instead."
+            )
         if precision not in PRECISIONS:
             raise ValueError(
                 f"precision must be one of {', '.join(PRECISIONS)}: got {precision!r}."

@@ -71,10 +71,16 @@ class TokenLoss:
         return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
 
     def sampled_gradient(
-        self, key: jax.Array, logits: jax.Array, batch: Batch
+        self, keys: jax.Array, logits: jax.Array, batch: Batch
     ) -> jax.Array:
-        r"""The gradients $\sqrt w (p - e_y)$ at labels $y$ drawn from the model."""
-        labels = jax.random.categorical(key, logits)
+        r"""The gradients $\sqrt w (p - e_y)$ at labels $y$ drawn from the model.
+
+        Args:
+            keys: one key per example, `[batch]`.
+            logits: `[batch, ..., vocab]`.
+            batch: the batch, for its weights.
+        """
+        labels = jax.vmap(jax.random.categorical)(keys, logits)
         total = lambda z: jnp.sum(losses.token_cross_entropy(z, labels)[0])
         return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
 

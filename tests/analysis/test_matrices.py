@@ -144,3 +144,24 @@ def test_a_linearized_product_that_is_not_finite_names_batch_and_block(params, w
     for product, argument in ((linear, v), (linear.stacked, stacked)):
         with pytest.raises(NonFiniteLossError, match=message):
             product(argument)
+
+
+@pytest.mark.parametrize("matrix", matrices.WORDS)
+def test_any_split_of_the_examples_gives_the_same_matrix(params, whole, matrix):
+    v = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), params)
+    model = toy.SoftmaxRegression(factor="AVERAGE_PER_SEQUENCE", z_loss=0.05)
+
+    def product(size, num_microbatches):
+        batches = [
+            {k: x[i : i + size] for k, x in whole.items()} for i in range(0, 12, size)
+        ]
+        found = Objective.from_model(model, batches, num_microbatches=num_microbatches)
+        return ravel_pytree(found.matrix_product(matrix, params, v))[0]
+
+    expected = product(12, 1)
+    for size, num_microbatches in ((12, 4), (6, 1), (6, 2), (1, 1)):
+        np.testing.assert_allclose(
+            product(size, num_microbatches),
+            expected,
+            atol=ROUNDING * np.abs(expected).max(),
+        )

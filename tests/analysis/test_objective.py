@@ -180,6 +180,14 @@ def test_dropout_is_off_or_one_fixed_key_per_batch():
     assert len({off.value(params), values[0], values[2]}) == 3
 
 
+def test_dropout_is_refused_with_microbatches_which_would_change_its_masks():
+    given = {"dropout_seed": 3, "num_microbatches": 2}
+    with pytest.raises(
+        ValueError, match=r"num_microbatches must be 1 .* dropout_seed=3"
+    ):
+        Objective.from_model(toy.SoftmaxRegression(), toy.batches(4), **given)
+
+
 def test_the_hash_depends_on_every_byte_and_not_on_microbatches():
     base = objective(6)
     assert base.batches_hash == objective(6, num_microbatches=3).batches_hash
