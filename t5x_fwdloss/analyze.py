@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import seqio
 
-from t5x_fwdloss import analysis, losses, models
+from t5x_fwdloss import analysis, loss_mixin, losses, models
 
 # isort: split
 # After `models`, which says in a sentence what is missing where T5X is.
@@ -82,6 +82,7 @@ def analyze(
             "--gin.LOSS_IMPL=\"'custom_jvp'\" (its value is the same)."
         )
     model = models.with_loss(model, loss_impl, loss_chunk_length)
+    loss_mixin.check_no_other_loss(model)
     # Before the data, which may take a while to load.
     checkpoint.find_checkpoint(restore_checkpoint_cfg)
     batches = dataset.load_batches(

@@ -5,6 +5,7 @@ the settings `_loss_impl`, `_loss_chunk_length`, `_label_smoothing`, `_z_loss`,
 `_loss_normalizing_factor`. It holds no state of its own.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -155,6 +156,43 @@ class LossMixin:
             tied=head.tied,
             scale=head.scale,
         )
+
+
+def check_no_other_loss(model: Any) -> None:
+    """Pass if `loss_sum` is the whole of the model's loss.
+
+    What an analysis measures is `LossMixin.loss_sum`. A class that derives from one with
+    the mixin and extends its `loss_fn`, a class beside the mixin that has a `loss_fn` of
+    its own, and an instance with a `loss_fn` would train one loss and measure another.
+
+    Raises:
+        ValueError: names the method that would be left out, and what can be done.
+    """
+    if not isinstance(model, LossMixin):
+        return
+    for name in ("loss_fn", "loss_sum", "_weighted_loss"):
+        where = _other_definition(model, name)
+        if where:
+            raise ValueError(
+                f"An analysis measures the cross entropy of {LossMixin.__name__}, and "
+                f"must not drop another loss: {type(model).__name__} has its own {name} "
+                f"({where}). To measure the cross entropy alone, use as MODEL the class "
+                "without it; to measure its own loss, build analysis.Objective in "
+                "Python from a function of the parameters and a batch."
+            )
+
+
+def _other_definition(model, name) -> str:
+    """Where a method is defined besides the mixin and T5X's models; '' for nowhere."""
+    ours = inspect.unwrap(vars(LossMixin)[name])
+    if name in vars(model):
+        return f"the attribute {name} of the instance"
+    for cls in type(model).__mro__:
+        # gin wraps methods whose arguments are bound.
+        function = inspect.unwrap(vars(cls).get(name, ours))
+        if function is not ours and function.__module__ != "t5x.models":
+            return f"{function.__module__}.{function.__qualname__}"
+    return ""
 
 
 def segment_ids_for_metrics(batch: Batch) -> dict[str, Any]:

@@ -226,6 +226,10 @@ def with_loss(
         raise TypeError(
             f"with_loss takes a T5X model (a BaseTransformerModel): got {model!r}."
         )
+    for name in _EXCHANGED:
+        if name in vars(model):
+            where = f"the attribute {name} of the instance"
+            raise TypeError(_dropping(type(model), name, where))
     losses.check_loss_settings(
         loss_impl, loss_chunk_length, model._label_smoothing, model._z_loss
     )
@@ -238,19 +242,20 @@ def with_loss(
     return exchanged
 
 
+# The methods of T5X's models in whose place `LossMixin` has its own.
+_EXCHANGED = ("loss_fn", "score_batch")
+
+
 @functools.cache
 def _class_with_loss(cls: type) -> type:
     if issubclass(cls, LossMixin):
         return cls
     stock = (t5x_models.EncoderDecoderModel, t5x_models.DecoderOnlyModel)
-    for name in ("loss_fn", "score_batch"):
+    for name in _EXCHANGED:
         method = getattr(cls, name)
         originals = [getattr(base, name) for base in stock]
         if inspect.unwrap(method) not in originals:
-            raise TypeError(
-                f"with_loss exchanges T5X's own loss, and must not drop another: "
-                f"{cls.__name__} has its own {name} ({_where(method)})."
-            )
+            raise TypeError(_dropping(cls, name, _where(method)))
         if method not in originals:  # gin wraps a method whose arguments are bound
             raise TypeError(
                 f"with_loss would lose the gin bindings of {cls.__name__}.{name}: use "
@@ -258,6 +263,17 @@ def _class_with_loss(cls: type) -> type:
                 f"bind {name} there."
             )
     return type(f"{cls.__name__}WithLoss", (LossMixin, cls), {"__doc__": cls.__doc__})
+
+
+def _dropping(cls: type, name: str, where: str) -> str:
+    is_decoder_only = issubclass(cls, t5x_models.DecoderOnlyModel)
+    base = FwdLossDecoderOnlyModel if is_decoder_only else FwdLossEncoderDecoderModel
+    return (
+        f"with_loss exchanges T5X's own loss, and must not drop another: "
+        f"{cls.__name__} has its own {name} ({where}). To train with it, derive "
+        f"{cls.__name__} from t5x_fwdloss.models.{base.__name__}, let its {name} start "
+        f"from super().{name}, and bind loss_impl there."
+    )
 
 
 def _where(method) -> str:

@@ -8,7 +8,11 @@ import pytest
 from clu import metrics as clu_metrics
 
 from t5x_fwdloss import losses
-from t5x_fwdloss.loss_mixin import LossMixin, segment_ids_for_metrics
+from t5x_fwdloss.loss_mixin import (
+    LossMixin,
+    check_no_other_loss,
+    segment_ids_for_metrics,
+)
 
 VOCAB, EMBED, BATCH, LENGTH = 13, 6, 4, 5
 TOLERANCE = 50 * float(jnp.finfo(jnp.float32).eps)
@@ -219,3 +223,75 @@ def test_segment_ids_are_the_packed_ones_or_else_the_padding():
     ids = segment_ids_for_metrics(plain)
     np.testing.assert_array_equal(ids["encoder_input_tokens"], [[True, False]])
     assert list(ids) == ["encoder_input_tokens"]
+
+
+class Regularized(Model):
+    """A term on top of the mixin's loss."""
+
+    def loss_fn(self, params, batch, dropout_rng):
+        loss, metrics = super().loss_fn(params, batch, dropout_rng)
+        return loss + 1.0, metrics
+
+
+class HasItsOwn:
+    """A model with a loss that is not the mixin's."""
+
+    def loss_fn(self, params, batch, dropout_rng):
+        raise NotImplementedError
+
+
+class Beside(LossMixin, HasItsOwn):
+    """The mixin in front of another loss."""
+
+
+class OtherSum(Model):
+    """Measured and trained would differ."""
+
+    def loss_sum(self, params, batch, dropout_rng=None):
+        raise NotImplementedError
+
+
+class OtherParts(Model):
+    """What both use, overridden."""
+
+    def _weighted_loss(self, *args):
+        raise NotImplementedError
+
+
+def instance_with_its_own():
+    model = Model()
+    model.loss_fn = lambda *_: None
+    return model
+
+
+OTHER_LOSSES = {
+    "extended in a subclass": (Regularized, r"own loss_fn \(\S+Regularized.loss_fn\)"),
+    "extended below": (type("Below", (Regularized,), {}), "Below has its own loss_fn"),
+    "beside the mixin": (Beside, r"own loss_fn \(\S+HasItsOwn.loss_fn\)"),
+    "another sum": (OtherSum, "own loss_sum"),
+    "other parts": (OtherParts, "own _weighted_loss"),
+    "on the instance": (instance_with_its_own, "attribute loss_fn of the instance"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LOSSES)
+def test_a_loss_that_an_analysis_would_drop_is_refused_with_a_remedy(case):
+    make, message = OTHER_LOSSES[case]
+    with pytest.raises(ValueError, match=f"{message}.*analysis.Objective in Python"):
+        check_no_other_loss(make())
+
+
+def test_other_logits_metrics_and_evaluation_leave_the_loss_as_it_is():
+    class Mine(Model):
+        def _compute_logits(self, *args, **kwargs):
+            return 2 * super()._compute_logits(*args, **kwargs)
+
+        def _compute_metrics(self, **kwargs):
+            return {}
+
+        def eval_fn(self, params, batch):
+            return None
+
+    check_no_other_loss(Mine())
+    check_no_other_loss(Model())
+    check_no_other_loss(HasItsOwn())

@@ -10,6 +10,7 @@ parameters, keep their shardings, and are summed in float32 or wider. Scalars ar
 on the host in float64.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from t5x_fwdloss.analysis.token_loss import TokenLoss
 from t5x_fwdloss.curvature import trees
 from t5x_fwdloss.curvature.operators import stacked
 from t5x_fwdloss.curvature.products import directional_derivative, gradient
+from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
 
 PRECISIONS = ("default", "high", "highest")
 
@@ -139,7 +141,10 @@ class Objective:
             num_microbatches: pieces that every batch is cut into, to save memory.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: matmul precision of every derivative.
+
+        A model with another loss besides `LossMixin`'s is refused (`ValueError`).
         """
+        check_no_other_loss(model)
         token_loss = TokenLoss.of_model(model)
         factor = token_loss.loss_normalizing_factor
         found = batches_lib.checked(batches)
@@ -225,6 +230,29 @@ class Objective:
         shares = self.batch_values(params)
         check_finite("the loss", by_batch({"its value": x} for x in shares))
         return math.fsum(shares)
+
+    def model_loss(self, params: PyTree) -> tuple[float, float] | None:
+        """The first batch's loss by the model's own `loss_fn`, and as measured here.
+
+        Both before normalization. None where there is no model with a `loss_fn`, and
+        where the first batch has no counted token.
+        """
+        if not hasattr(self.model, "loss_fn"):
+            return None
+        model = copy.copy(self.model)
+        if isinstance(model, LossMixin):  # whose loss does not depend on its metrics
+            model._compute_metrics = lambda **_: {}
+
+        def both(params, batch, key, _):
+            _, normalizer = model.loss_sum(params, batch, key)
+            loss, _ = model.loss_fn(params, batch, key)
+            return loss * normalizer, self._numerator(params, batch, key), normalizer
+
+        program = self._programs.scalars("the model's own loss", both, params)
+        first = next(iter(self._pairs()))
+        found = program(parameters.widened(params), *first)
+        own, measured, normalizer = map(float, jax.device_get(found))
+        return (own, measured) if normalizer else None
 
     def gradient(self, params: PyTree) -> PyTree:
         """The gradient, a tree like the parameters' floating-point leaves."""

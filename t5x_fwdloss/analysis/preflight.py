@@ -1,6 +1,7 @@
 r"""The checks a run makes of itself before it measures anything.
 
-With a direction $u = g/\|g\| + r$, r random of norm one, and $w = H u / \|H u\|$: the
+The loss of the first batch must be what the model's own `loss_fn` says. With a
+direction $u = g/\|g\| + r$, r random of norm one, and $w = H u / \|H u\|$: the
 loss must give the same value twice; the jvp along $u$ must be $\langle g, u \rangle$;
 $\langle u, H w \rangle$ must be $\langle w, H u \rangle = \|H u\|$, which for an operator
 that is not symmetric fails however many parameters there are; and $H 0$ must be 0.
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import forward_mode, parameters
@@ -24,6 +26,8 @@ TOLERANCES = {
     "float16": 2e-2,
     "bfloat16": 1e-1,
 }
+# One loss computed twice in a compiled function: roundings of the network's type.
+LOSS_ROUNDINGS = 2
 
 
 class PreflightError(RuntimeError):
@@ -114,11 +118,10 @@ def check_objective(
         objective.batches[0],
         objective.key(0),
     )
-    relative = TOLERANCES.get(dtype, 1e-1)
     if product is None:
         product = lambda v: objective.hessian_product(params, v)
     done = []
-    for check in _checks(objective, params, key, relative, product, forward):
+    for check in _checks(objective, params, key, dtype, product, forward):
         if not check.passed:
             raise PreflightError(
                 f"the check '{check.name}' failed: {check.first:.9g} and "
@@ -129,7 +132,8 @@ def check_objective(
     return done
 
 
-def _checks(objective, params, key, relative, hessian, forward):
+def _checks(objective, params, key, dtype, hessian, forward):
+    relative = TOLERANCES.get(dtype, 1e-1)
     value = objective.value(params)
     yield Check(
         "loss twice",
@@ -138,6 +142,16 @@ def _checks(objective, params, key, relative, hessian, forward):
         1e-6 * abs(value),
         "the loss is random: turn dropout off, or give one fixed key per batch",
     )
+    losses = objective.model_loss(params)
+    if losses is not None:
+        own, measured = losses
+        yield Check(
+            "the model's own loss_fn",
+            own,
+            measured,
+            max(1e-5, LOSS_ROUNDINGS * float(jnp.finfo(dtype).eps)) * abs(measured),
+            "the model trains another loss than the cross entropy that is measured",
+        )
     gradient = objective.gradient(params)
     length = float(trees.norm(gradient))
     noise = probes.random_like(key, params, "normal")

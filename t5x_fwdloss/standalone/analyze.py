@@ -16,6 +16,7 @@ import jax
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import second_moment
+from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
 
@@ -66,6 +67,7 @@ def analyze(
             what is free; 0: none.
         config_text: the gin configuration, kept with the results.
     """
+    check_no_other_loss(model)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     path = str(checkpoints.find(checkpoint_path))
     batches = data.fixed_batches(dataset, split, num_batches)

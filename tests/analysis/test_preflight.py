@@ -22,12 +22,13 @@ def test_every_check_passes_on_a_sound_model():
     checks = preflight.check_objective(runs.objective(), toy.parameters(), KEY)
     assert [check.name for check in checks] == [
         "loss twice",
+        "the model's own loss_fn",
         "jvp equals <gradient, v>",
         "u.Hv equals v.Hu",
         "H.0 equals 0",
     ]
     # The checks are sharper than their tolerance is wide: nothing passes by chance.
-    assert all(check.tolerance < 1e-2 * abs(check.first) for check in checks[:3])
+    assert all(check.tolerance < 1e-2 * abs(check.first) for check in checks[:4])
 
 
 def test_stock_t5x_loss_is_refused_with_the_line_to_change():
@@ -43,7 +44,7 @@ def test_stock_t5x_loss_is_refused_with_the_line_to_change():
 def test_products_without_forward_mode_are_still_measured():
     objective = runs.objective(impl="custom_vjp")
     checks = preflight.check_objective(objective, toy.parameters(), KEY, forward=False)
-    assert len(checks) == 3
+    assert len(checks) == 4
 
 
 @jax.custom_vjp
@@ -109,3 +110,57 @@ def test_a_rule_with_another_derivative_backwards_is_found_out(monkeypatch):
     )
     with pytest.raises(PreflightError, match=r"'jvp equals <gradient, v>' failed"):
         preflight.check_objective(objective, toy.parameters(), KEY)
+
+
+class Duck:
+    """No `LossMixin`: what it trains is only found out by computing it."""
+
+    def __init__(self, extra, factor="AVERAGE_PER_SEQUENCE"):
+        self._model = toy.SoftmaxRegression(factor=factor)
+        self._loss_normalizing_factor = factor
+        self._compute_logits = self._model._compute_logits
+        self.loss_sum = self._model.loss_sum
+        self.extra = extra
+
+    def loss_fn(self, params, batch, dropout_rng):
+        total, normalizer = self.loss_sum(params, batch, dropout_rng)
+        return total / normalizer * (1 + self.extra), {}
+
+
+@pytest.mark.parametrize("factor", [None, 7.0, "AVERAGE_PER_SEQUENCE"])
+def test_a_model_that_trains_another_loss_is_found_out_by_its_value(factor):
+    def check(extra):
+        found = Objective.from_model(Duck(extra, factor), toy.batches(4))
+        return preflight.check_objective(found, toy.parameters(), KEY)
+
+    assert check(0.0)[1].name == "the model's own loss_fn"
+    with pytest.raises(PreflightError, match="own loss_fn' failed: .* another loss"):
+        check(1e-4)
+
+
+def test_a_first_batch_without_counted_tokens_is_not_compared():
+    batches = toy.batches(4)
+    batches[0]["decoder_loss_weights"][:] = 0.0
+    found = Objective.from_model(
+        toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS"), batches
+    )
+    assert found.model_loss(toy.parameters()) is None
+
+
+def test_the_loss_with_dropout_is_compared_under_the_same_masks():
+    found = Objective.from_model(
+        toy.SoftmaxRegression(factor=7.0), toy.batches(4), dropout_seed=2
+    )
+    own, measured = found.model_loss(toy.parameters())
+    assert own == pytest.approx(measured, rel=1e-6)
+    assert measured / 7.0 == pytest.approx(found.batch_values(toy.parameters())[0])
+
+
+def test_an_extended_loss_is_refused_before_anything_is_traced():
+    class Regularized(toy.SoftmaxRegression):
+        def loss_fn(self, params, batch, dropout_rng):
+            loss, metrics = super().loss_fn(params, batch, dropout_rng)
+            return loss + jnp.sum(params["dense"]["bias"] ** 2), metrics
+
+    with pytest.raises(ValueError, match="must not drop another loss: Regularized has"):
+        Objective.from_model(Regularized(), toy.batches(4))

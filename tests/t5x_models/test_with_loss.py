@@ -126,8 +126,43 @@ def test_own_losses_and_scores_are_refused_wherever_they_were_defined(method, be
     if between:
         cls = type("Below", (cls,), {})
     model = cls(**subjects.arguments("decoder_only"))
-    with pytest.raises(TypeError, match=f"{cls.__name__} has its own {method}"):
+    remedy = (
+        rf"derive {cls.__name__} from \S+FwdLossDecoderOnlyModel.*super\(\).{method}"
+    )
+    with pytest.raises(
+        TypeError, match=f"{cls.__name__} has its own {method}.*{remedy}"
+    ):
         with_loss(model, "custom_jvp")
+
+
+@pytest.mark.parametrize("method", ["loss_fn", "score_batch"])
+@pytest.mark.parametrize("which", ["stock", "ours"])
+def test_a_loss_of_the_instance_is_refused_because_it_would_stay_in_place(
+    which, method
+):
+    model = (
+        subjects.stock("encoder_decoder")
+        if which == "stock"
+        else subjects.ours("encoder_decoder", "custom_jvp")
+    )
+    setattr(model, method, lambda *_: None)
+    message = (
+        f"has its own {method} .the attribute .*from \\S+FwdLossEncoderDecoderModel"
+    )
+    with pytest.raises(TypeError, match=message):
+        with_loss(model, "custom_jvp")
+
+
+@pytest.mark.parametrize("kind", subjects.KINDS)
+def test_an_analysis_takes_wrapped_models_and_ours_and_no_extended_loss(kind):
+    from t5x_fwdloss.loss_mixin import check_no_other_loss
+
+    check_no_other_loss(with_loss(subjects.stock(kind), "custom_jvp"))
+    ours = subjects.ours(kind, "custom_jvp")
+    check_no_other_loss(ours)
+    extended = type("Extended", (type(ours),), {"loss_fn": lambda *_: None})
+    with pytest.raises(ValueError, match="Extended has its own loss_fn"):
+        check_no_other_loss(object.__new__(extended))
 
 
 def test_what_is_no_t5x_model_is_refused():
