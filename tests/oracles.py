@@ -12,7 +12,8 @@ def target_rows(labels, vocab_size, label_smoothing):
         label_smoothing / (vocab_size - 1) if vocab_size > 1 else label_smoothing
     )
     classes = np.arange(vocab_size).reshape((1,) * np.ndim(labels) + (-1,))
-    is_label = jnp.asarray(labels)[..., None] == classes.astype(jnp.result_type(labels))
+    # In float64, which holds every label of every dtype that is used here.
+    is_label = jnp.asarray(labels, jnp.float64)[..., None] == classes.astype(np.float64)
     return jnp.where(is_label, confidence, off_value)
 
 

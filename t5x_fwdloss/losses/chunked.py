@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, ScalarLike, Shaped
+from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.head_terms import HeadSettings, head_logits, head_terms
 from t5x_fwdloss.losses.implementations import check_loss_settings
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
-from t5x_fwdloss.losses.targets import entropy_of_targets
+from t5x_fwdloss.losses.targets import class_indices, entropy_of_targets
 from t5x_fwdloss.losses.weighted import check_token_arrays, token_losses, weigh
 from t5x_fwdloss.losses.weighting import weight_sum_of
 
@@ -33,13 +33,13 @@ class ChunkedLoss(NamedTuple):
     loss: Float[Array, ""]
     z_loss: Float[Array, ""]
     weight_sum: ScalarLike
-    predictions: Int[Array, "batch length"]
+    predictions: Integer[Array, "batch length"]
 
 
 def chunked_weighted_cross_entropy(
     hidden: Float[Array, "batch length embed"],
     head: Float[Array, "..."],
-    targets: Int[Any, "batch length"],
+    targets: Shaped[Any, "batch length"],
     weights: Shaped[Any, "batch length"] | None = None,
     label_smoothing: float = 0.0,
     z_loss: ScalarLike = 0.0,
@@ -95,7 +95,7 @@ def chunked_weighted_cross_entropy(
 def chunked_weighted_token_cross_entropy(
     hidden: Float[Array, "batch length embed"],
     head: Float[Array, "..."],
-    targets: Int[Any, "batch length"],
+    targets: Shaped[Any, "batch length"],
     weights: Shaped[Any, "batch length"] | None = None,
     *,
     chunk_length: int,
@@ -162,7 +162,7 @@ def _token_losses(
     padding = -length % size
     # Padded positions are cut off again, token by token, before anything is summed.
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    labels = jnp.pad(jnp.asarray(targets), ((0, 0), (0, padding)))
+    labels = jnp.pad(class_indices(targets), ((0, 0), (0, padding)))
     # Else a head in bfloat16 would have its gradient summed over chunks in bfloat16, and
     # hidden states the several parts of theirs.
     head = head.astype(accumulation_dtype(head.dtype))

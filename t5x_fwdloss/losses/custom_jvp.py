@@ -18,7 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, ScalarLike
+from jaxtyping import Array, Float, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.log_normalizer import (
     accumulation_dtype,
@@ -31,7 +31,7 @@ from t5x_fwdloss.losses.token_map import token_map
 
 def token_cross_entropy(
     logits: Float[Array, "*batch vocab"],
-    labels: Int[Array, "*batch"],
+    labels: Shaped[Array, "*batch"],
     *,
     label_smoothing: float = 0.0,
     z_loss: ScalarLike = 0.0,

@@ -18,7 +18,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.linear_pair import LinearPair
@@ -48,7 +48,7 @@ class HeadSettings:
 def head_terms(
     hidden: Float[Array, "batch length embed"],
     head: Float[Array, "..."],
-    labels: Int[Array, "batch length"],
+    labels: Integer[Array, "batch length"],
     settings: HeadSettings,
 ) -> list[Array]:
     r"""$C$, $\ell$, $m$, the mass $S$ and the predicted class of each token.
@@ -224,8 +224,11 @@ def _add_head_bar(head_bar, hidden, logits_bar, settings):
 
 
 def _num_slices(embed, rows):
-    """The fewest equal slices of the head at most half as wide as a chunk has tokens."""
-    least = math.ceil(2 * embed / rows)
+    """The fewest equal slices of the head at most half as wide as a chunk has tokens.
+
+    At least one wide, which is more than half of a single token.
+    """
+    least = min(math.ceil(2 * embed / rows), embed)
     return next(n for n in range(least, embed + 1) if embed % n == 0)
 
 

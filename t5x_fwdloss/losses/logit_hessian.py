@@ -1,7 +1,7 @@
 """The Hessian of a token's loss in its logits, in closed form, as a product."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, ScalarLike
+from jaxtyping import Array, Float, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.custom_jvp import token_terms
 from t5x_fwdloss.losses.log_normalizer import probabilities
@@ -9,7 +9,7 @@ from t5x_fwdloss.losses.log_normalizer import probabilities
 
 def logit_hessian_product(
     logits: Float[Array, "*batch vocab"],
-    labels: Int[Array, "*batch"],
+    labels: Shaped[Array, "*batch"],
     tangent: Float[Array, "*batch vocab"],
     *,
     label_smoothing: float = 0.0,

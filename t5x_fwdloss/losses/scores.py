@@ -1,16 +1,16 @@
 """Cross entropy of each token without z-loss or smoothing: what T5X's scores are made of."""
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from t5x_fwdloss.losses.implementations import check_loss_settings
+from t5x_fwdloss.losses.targets import class_indices
 from t5x_fwdloss.losses.weighted import check_token_arrays, token_losses, weigh
 
 
 def weighted_token_cross_entropy(
     logits: Float[Array, "*batch vocab"],
-    targets: Int[Array | np.ndarray, "*batch"],
+    targets: Shaped[Array | np.ndarray, "*batch"],
     weights: Shaped[Array | np.ndarray, "*batch"] | None = None,
     *,
     impl: str = "custom_vjp",
@@ -27,5 +27,5 @@ def weighted_token_cross_entropy(
     """
     check_loss_settings(impl)
     check_token_arrays(logits.shape[:-1], targets, weights)
-    loss, z_term = token_losses(logits, jnp.asarray(targets), 0.0, 0.0, impl)
+    loss, z_term = token_losses(logits, class_indices(targets), 0.0, 0.0, impl)
     return weigh(loss, z_term, weights, None, impl)[0]

@@ -8,7 +8,8 @@ Source: `t5x/losses.py`, `compute_weighted_cross_entropy`, and
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 
@@ -29,20 +30,43 @@ def entropy_of_targets(label_smoothing: float, vocab_size: int) -> Float[Array, 
     )
 
 
+def class_indices(
+    targets: Shaped[Array | np.ndarray, "*batch"],
+) -> Integer[Array, "*batch"]:
+    """Labels as integers that can hold any class of any vocabulary.
+
+    An int8 or uint8 array has 256 values, and compared in that dtype a label would match
+    every class that is equal to it modulo 256. A label that is not a whole number is no
+    class: it becomes -1, as does NaN.
+
+    Args:
+        targets: labels of an integer or floating dtype.
+    """
+    targets = jnp.asarray(targets)
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        narrow = jnp.iinfo(targets.dtype).bits < 32
+        return targets.astype(jnp.int32) if narrow else targets
+    targets = targets.astype(accumulation_dtype(targets.dtype))
+    # The conversion saturates beyond int32, where no class is.
+    is_whole = targets == jnp.floor(targets)
+    return jnp.where(is_whole, targets, -jnp.ones_like(targets)).astype(jnp.int32)
+
+
 def label_mask(
-    labels: Int[Array, "*batch"], vocab_size: int
+    labels: Shaped[Array, "*batch"], vocab_size: int
 ) -> Bool[Array, "*batch vocab"]:
     """True at the label of each token; all false for a label that is no class.
 
     A comparison with an iota, which the compiler fuses into whatever reads it: no array
     is made, no scatter in the transpose, no gather across a sharded vocabulary.
     """
+    labels = class_indices(labels)
     classes = jnp.arange(vocab_size, dtype=labels.dtype)
     return labels[..., None] == jnp.expand_dims(classes, range(labels.ndim))
 
 
 def dense_targets(
-    labels: Int[Array, "*batch"], vocab_size: int, label_smoothing: float, dtype
+    labels: Shaped[Array, "*batch"], vocab_size: int, label_smoothing: float, dtype
 ) -> Float[Array, "*batch vocab"]:
     """Target rows, float32 as T5X's (float64 where the logits' `dtype` is float64)."""
     on_value, off_value = on_and_off_values(label_smoothing, vocab_size)

@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, ScalarLike, Shaped
+from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
 from t5x_fwdloss.losses.implementations import IMPLEMENTATIONS, check_loss_settings
-from t5x_fwdloss.losses.targets import dense_targets, entropy_of_targets
+from t5x_fwdloss.losses.targets import (
+    class_indices,
+    dense_targets,
+    entropy_of_targets,
+)
 from t5x_fwdloss.losses.weighting import weight_sum_of
 
 
@@ -33,8 +37,9 @@ def compute_weighted_cross_entropy(
 
     Args:
         logits: `[batch, length, vocab]`, or any number of leading axes.
-        targets: class numbers `[batch, length]`. A label outside the vocabulary has a
-            cross entropy of zero (without smoothing) and keeps its z-loss term.
+        targets: class numbers `[batch, length]`, of any integer dtype, or floating with
+            whole values. A label outside the vocabulary has a cross entropy of zero
+            (without smoothing) and keeps its z-loss term.
         weights: weight of each token `[batch, length]`, bool, integer or floating; None
             for one everywhere, and then the third result is batch times length.
         label_smoothing: a Python number in [0, 1).
@@ -49,7 +54,7 @@ def compute_weighted_cross_entropy(
     check_loss_settings(impl, label_smoothing=label_smoothing, z_loss=z_loss)
     check_token_arrays(logits.shape[:-1], targets, weights)
     loss, z_term = token_losses(
-        logits, jnp.asarray(targets), label_smoothing, z_loss, impl
+        logits, class_indices(targets), label_smoothing, z_loss, impl
     )
     loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, impl)
     return jnp.sum(loss), jnp.sum(z_term), weight_sum_of(weights, targets.shape)
@@ -57,7 +62,7 @@ def compute_weighted_cross_entropy(
 
 def token_losses(
     logits: Float[Array, "*batch vocab"],
-    labels: Int[Array, "*batch"],
+    labels: Integer[Array, "*batch"],
     label_smoothing: float,
     z_loss: ScalarLike,
     impl: str,
@@ -103,7 +108,8 @@ def check_token_arrays(
 
     Args:
         token_shape: the leading axes of the logits, or of the hidden states.
-        targets: must have that shape, and an integer dtype.
+        targets: must have that shape, and an integer dtype or, if their values are at
+            hand, whole values.
         weights: must have that shape, and, if their values are at hand, a sum that is
             not negative.
 
@@ -115,8 +121,7 @@ def check_token_arrays(
             "Targets must have one axis fewer than the logits and agree in the others: "
             f"got targets {targets.shape} for tokens {token_shape}."
         )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"Targets must be integers: got dtype {targets.dtype}.")
+    _check_whole(targets)
     if weights is None:
         return
     if weights.shape != targets.shape:
@@ -124,9 +129,25 @@ def check_token_arrays(
             "Weights must have the shape of the targets: "
             f"got weights {weights.shape} for targets {targets.shape}."
         )
-    at_hand = not isinstance(weights, Tracer)
-    at_hand = at_hand and getattr(weights, "is_fully_addressable", True)
-    if at_hand and np.sum(np.asarray(weights)) < 0:
+    if _is_at_hand(weights) and np.sum(np.asarray(weights)) < 0:
         raise ValueError(
             f"The sum of the weights must not be negative: got {np.sum(weights)}."
         )
+
+
+def _check_whole(targets):
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        return
+    if not jnp.issubdtype(targets.dtype, jnp.floating):
+        raise ValueError(f"Targets must be integers: got dtype {targets.dtype}.")
+    if _is_at_hand(targets):
+        values = np.asarray(targets).astype(np.float64)
+        broken = values[values != np.floor(values)]
+        if broken.size:
+            raise ValueError(f"Targets must be whole numbers: got {broken[0]}.")
+
+
+def _is_at_hand(array):
+    if isinstance(array, Tracer):
+        return False
+    return getattr(array, "is_fully_addressable", True)

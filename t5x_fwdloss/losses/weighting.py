@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, ScalarLike, Shaped
+from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
 SPECIAL_FACTORS = (
     "NUM_REAL_TARGET_TOKENS",
@@ -81,8 +81,8 @@ def _average_per_sequence(weights, batch):
 
 def _sum_per_segment(
     weights: Float[Array, " length"],
-    positions: Int[Array, " length"],
-    segment_ids: Int[Array, " length"],
+    positions: Integer[Array, " length"],
+    segment_ids: Integer[Array, " length"],
 ) -> Float[Array, " length"]:
     """The sum of the weights of each token's segment; zero on padding (segment 0).
 

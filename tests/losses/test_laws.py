@@ -147,6 +147,26 @@ def test_laws_hold_for_a_vocabulary_of_one_class(name):
     check_laws(name, SMOOTHED, x, labels, weights, names=laws.ESSENTIAL)
 
 
+# batch, length, embed, vocabulary; chunks of one token.
+SIZES_OF_ONE = [(1, 1, 1, 2), (1, 3, 4, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES_OF_ONE, ids=str)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_laws_hold_for_sizes_of_one(name, sizes, monkeypatch):
+    monkeypatch.setattr(subjects, "CHUNK_LENGTH", 1)
+    *tokens, embed, vocab_size = sizes
+    draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape)
+    if name in LOSSES_OF_LOGITS:
+        x = draw(0, *tokens, vocab_size)
+    else:
+        head = draw(1, embed, vocab_size)
+        x = draw(0, *tokens, embed), head.T if name.endswith("tied") else head
+    labels = jnp.zeros(tokens, jnp.int32)
+    names = ("grad", "jvp", "jvp(grad)")
+    check_laws(name, SMOOTHED, x, labels, np.ones(tokens), names=names)
+
+
 @pytest.mark.parametrize("law", laws.FORBIDDEN)
 @pytest.mark.parametrize("name", T5X_RULES)
 def test_forward_mode_fails_on_the_rule_of_t5x(name, law):

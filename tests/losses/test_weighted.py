@@ -136,7 +136,7 @@ BAD_ARRAYS = {
         TARGETS[:, :2],
         None,
     ),
-    "targets must be integers: got dtype float32": (LOGITS, WEIGHTS, None),
+    "targets must be whole numbers: got 0.5": (LOGITS, WEIGHTS, None),
     "weights must have the shape .*got weights \\(2,\\) for targets \\(2, 3\\)": (
         LOGITS,
         TARGETS,
