@@ -1,11 +1,14 @@
 """What all processes of a run must agree on: decided by process 0, told to the rest."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from t5x_fwdloss.analysis import files
 
 
 def from_primary(value: Any) -> Any:
@@ -20,6 +23,28 @@ def from_primary(value: Any) -> Any:
         padded[:] = content
     padded = multihost_utils.broadcast_one_to_all(padded)
     return json.loads(np.asarray(padded).tobytes())
+
+
+def from_primary_doing(is_primary: bool, action: Callable[[], Any]) -> Any:
+    """What an action of the primary process returns, in every process; JSON's types only.
+
+    Args:
+        is_primary: whether this process does it.
+        action: reads or writes files.
+
+    Raises:
+        StorageError: what the action refused by a `ValueError`, in every process.
+    """
+    found, problem = None, None
+    if is_primary:
+        try:
+            found = action()
+        except ValueError as error:
+            problem = str(error)
+    found, problem = from_primary([found, problem])
+    if problem is not None:
+        raise files.StorageError(problem)
+    return found
 
 
 def wait(name: str) -> None:

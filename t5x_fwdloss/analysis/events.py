@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 from etils import epath
 
+from t5x_fwdloss.analysis import files
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 
 
 def write(
     path: epath.PathLike, results: Sequence[MeasurementResult], step: int
 ) -> None:
-    """Write one event file into `path`.
+    """Write one event file into `path`, in place of one that is there.
 
     Args:
         path: the output folder.
@@ -26,12 +27,17 @@ def write(
             scalars[f"{result.name}/{name}"] = number.value
             if number.error is not None:
                 scalars[f"{result.name}/{name}/error"] = number.error
+    path = epath.Path(path)
+    for earlier in path.glob("events.out.tfevents.*"):
+        files.remove(earlier)
     finite = {tag: value for tag, value in scalars.items() if math.isfinite(value)}
     if not finite:
         return
     # Imports TensorFlow, which takes seconds: only where events are written.
     from clu import metric_writers
 
-    writer = metric_writers.SummaryWriter(str(path))
-    writer.write_scalars(step, finite)
-    writer.close()
+    with files.writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        writer = metric_writers.SummaryWriter(str(path))
+        writer.write_scalars(step, finite)
+        writer.close()

@@ -1,17 +1,25 @@
 """The output folder of one run: refused to any other run, resumed by the same.
 
-While a run goes on, what it has finished lies in `unfinished/`, each measurement whole
-or not at all; `results.json` appears last, so that a folder that has it is complete.
+A folder is a run's own if it was new or empty when the run began, which from then on has
+its claim in it: `unfinished/run.json` while it goes on, the fingerprint in `results.json`
+when it has ended. What a run has finished lies in `unfinished/` until all is, each
+measurement whole or not at all; `results.json` appears last, so that a folder that has it
+is complete. Nothing in a folder of another run, or with other files, is touched.
 """
 
+import contextlib
 import dataclasses
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from etils import epath
 
-from t5x_fwdloss.analysis import agreement, files
+from t5x_fwdloss.analysis import agreement, files, identity, lock
 from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
     result_from_json,
@@ -19,7 +27,46 @@ from t5x_fwdloss.analysis.numbers import (
 )
 
 # Of what measurements save half-way: to be counted up when a state gets other members.
-FORMAT = 1
+FORMAT = 2
+MAX_NAME = 100
+# What lies beside the files that are named after measurements.
+RESERVED = ("config", "events", "lock", "report", "results", "run", "unfinished")
+_CHOOSE = "Choose another ANALYSIS_OUTPUT_DIR."
+SUFFIXES = (".json", ".npz", ".part", ".state", "_vectors")
+
+
+def check_names(names: Sequence[Any]) -> None:
+    """Refuse names of measurements that are no names of files, or not of their own.
+
+    Raises:
+        ValueError: says which name and why.
+    """
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(
+            rf"[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}}", name
+        ):
+            raise ValueError(
+                "The name of a measurement must be the name of a file, at most "
+                f"{MAX_NAME} of the characters A-Z, a-z, 0-9, '_', '-' and '.', the first "
+                f"no '.': got {_short(name)}."
+            )
+        if name.lower() in RESERVED:
+            raise ValueError(
+                f"The name of a measurement must not be one of {', '.join(RESERVED)}: "
+                f"got {name!r}."
+            )
+    if not names or len({name.lower() for name in names}) < len(names):
+        raise ValueError(
+            "measurements must be a list of at least one, each with its own name: got "
+            f"{', '.join(names) or 'none'}."
+        )
+    taken = {name.lower() + suffix: name for name in names for suffix in SUFFIXES}
+    for name in names:
+        if name.lower() in taken:
+            raise ValueError(
+                "The names of measurements must differ by more than "
+                f"{', '.join(SUFFIXES)}: got {taken[name.lower()]!r} and {name!r}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +76,16 @@ class RunFolder:
     Attributes:
         path: the output folder.
         is_primary: whether this process writes; the others only read.
+        owner: this start of the run, told from every other.
     """
 
     path: epath.Path
     is_primary: bool
+    owner: str = dataclasses.field(
+        default_factory=lambda: (
+            f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex[:8]})"
+        )
+    )
 
     @property
     def results_path(self) -> epath.Path:
@@ -43,41 +96,92 @@ class RunFolder:
     def _work(self) -> epath.Path:
         return self.path / "unfinished"
 
-    def open(self, fingerprint: dict[str, Any]) -> None:
-        """Claim the folder for the run with this fingerprint, or go on with it.
+    @property
+    def _claim(self) -> epath.Path:
+        return self._work / "run.json"
 
-        Raises:
-            ValueError: the folder holds a different run's results, or unfinished ones
-                that another version has saved; says what differs.
+    def check(self, fingerprint: dict[str, Any]) -> None:
+        """Refuse a folder that this run may not write to; touches nothing.
+
+        Another run's results, unfinished ones that another version has saved, or files
+        that no run of this package made raise `ValueError`.
+
+        Args:
+            fingerprint: what is known of the run, from `identity`.
         """
-        problem = None
-        if self.is_primary:
-            problem = self._difference(fingerprint)
-            if problem is None:
-                claim = fingerprint | {"unfinished_format": FORMAT}
-                files.write_json(self._work / "run.json", claim)
-        problem = agreement.from_primary(problem)
-        if problem is not None:
-            raise ValueError(problem)
+        self._agreed(lambda: self._check(files.to_json(fingerprint)))
+
+    @contextlib.contextmanager
+    def claimed(self, fingerprint: dict[str, Any]) -> Iterator[None]:
+        """Have the folder for this run alone, to begin or to go on.
+
+        What `check` refuses, and a folder to which another process writes, raise
+        `ValueError`.
+
+        Args:
+            fingerprint: all that makes the run this run.
+        """
+        wanted = files.to_json(fingerprint)
+        with contextlib.ExitStack() as stack:
+
+            def claim():
+                with files.writing(self._work):
+                    self._work.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock.held(self._work / "lock", self.path))
+                # Once more: another process may have been here since.
+                self._check(wanted)
+                files.remove_parts(self._work)
+                files.remove_parts(self.path)
+                claim = {"unfinished_format": FORMAT, "owner": self.owner}
+                files.write_json(self._claim, wanted | claim)
+
+            self._agreed(claim)
+            yield
+
+    def document(self) -> dict[str, Any] | None:
+        """The content of `results.json` where every measurement has finished."""
+        found = self._agreed(self._results)
+        return found if found and found.get("status") == "finished" else None
+
+    def clear(self) -> None:
+        """Remove what the end of a run that has finished was too late to remove."""
+        if not self.is_primary or not self._work.is_dir():
+            return
+        # Another process may be at it, or the folder may be read-only.
+        with contextlib.suppress(files.StorageError):
+            if self._claim.exists() or not self._foreign_work():
+                with lock.held(self._work / "lock", self.path):
+                    self._remove_work()
 
     def finished(self, name: str) -> MeasurementResult | None:
-        """The measurement's stored result, if it has finished; agreed by all processes."""
-        found = arrays = None
-        if self.is_primary:
-            found, arrays = self._stored(name)
-        found = agreement.from_primary(found)
-        if found is None:
-            return None
+        """The measurement's stored result, if it has finished; agreed by all processes.
+
+        A damaged one raises `ValueError`.
+        """
+        arrays = {}
+
+        def read():
+            found, stored = self._stored(name)
+            arrays.update(stored)
+            return found
+
+        found = self._agreed(read)
         # Only the primary process reports: the others need no arrays.
-        return result_from_json(found, arrays or {})
+        return None if found is None else result_from_json(found, arrays)
 
     def keep(self, result: MeasurementResult) -> None:
-        """Store a finished measurement and drop its half-way state."""
-        if self.is_primary:
+        """Store a finished measurement and drop its half-way state.
+
+        Where that cannot be, or another start of this run has the folder, `ValueError`.
+        """
+
+        def store():
+            self._check_owner()
             files.write_arrays(self._work / f"{result.name}.npz", result.arrays)
             files.write_json(self._work / f"{result.name}.json", result_to_json(result))
-            self._remove(self.state_path(result.name))
-        agreement.wait(f"kept {result.name}")
+            files.remove(self.state_path(result.name))
+
+        self._agreed(store)
 
     def state_path(self, name: str) -> epath.Path:
         """Where a measurement may save how far it is."""
@@ -96,53 +200,143 @@ class RunFolder:
         """
         if not self.is_primary:
             return
+        self._check_owner()
         for source in self._work.glob("*.npz"):
-            files.write_bytes(self.path / source.name, source.read_bytes())
+            with files.reading(source):
+                content = source.read_bytes()
+            files.write_bytes(self.path / source.name, content)
         for name, content in other_files.items():
             files.write_bytes(self.path / name, content)
         files.write_json(self.results_path, document)
         if document.get("status") == "finished":
-            self._remove(self._work)
+            self._remove_work()
 
-    def _difference(self, fingerprint) -> str | None:
-        wanted = files.to_json(fingerprint)
-        found = wanted
-        if (self._work / "run.json").exists():
-            found = files.read_json(self._work / "run.json")
+    def _agreed(self, action) -> Any:
+        return agreement.from_primary_doing(self.is_primary, action)
+
+    def _check(self, wanted) -> None:
+        found = self._found()
+        if found is None:
+            self._check_empty()
+            return
+        if self._claim.exists() and self._is_unfinished():
             # What is finished can be read by every version, what is not cannot.
-            wanted |= {"unfinished_format": FORMAT}
-        elif self.results_path.exists():
-            found = files.read_json(self.results_path).get("fingerprint", {})
-        if found == wanted:
-            return None
-        names = [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)]
+            wanted = wanted | {"unfinished_format": FORMAT}
+        names = identity.differences(found, wanted)
+        if not names:
+            return
         listed = "; ".join(
             f"{n} there is {_short(found.get(n))}, now {_short(wanted.get(n))}"
             for n in names[:3]
         )
-        return (
+        raise ValueError(
             f"the output folder must be new or hold this same run: {self.path} holds a "
-            f"different run's results ({listed}). Choose another ANALYSIS_OUTPUT_DIR."
+            f"different run's results ({listed}). {_CHOOSE}"
         )
 
+    def _results(self) -> dict[str, Any] | None:
+        with files.reading(self.results_path):
+            if not self.results_path.exists():
+                return None
+        return _dictionary(files.read_json(self.results_path), self.results_path)
+
+    def _is_unfinished(self) -> bool:
+        results = self._results()
+        return not (results and results.get("status") == "finished")
+
+    def _found(self) -> dict[str, Any] | None:
+        """The fingerprint of the run that the folder belongs to.
+
+        Raises:
+            ValueError: it has a `results.json` that no run of this package wrote.
+        """
+        with files.reading(self._claim):
+            claimed = self._claim.exists()
+        if claimed and self._is_unfinished():
+            return _dictionary(files.read_json(self._claim), self._claim)
+        results = self._results()
+        if results is None:
+            return None
+        if "fingerprint" not in results:
+            raise ValueError(
+                f"the output folder must be new or hold this same run: {self.path} has a "
+                f"results.json that is not of this package. {_CHOOSE}"
+            )
+        return _dictionary(results["fingerprint"], self.results_path)
+
+    def _check_empty(self) -> None:
+        with files.reading(self.path):
+            is_folder, there = self.path.is_dir(), self.path.exists()
+            linked = files.is_local(self.path) and os.path.islink(self.path)
+            names = sorted(x.name for x in self.path.iterdir()) if is_folder else []
+            if "unfinished" in names and not self._foreign_work():
+                names.remove("unfinished")
+        if not is_folder and (there or linked):
+            what = "file" if there else "link that leads nowhere"
+            raise ValueError(
+                f"ANALYSIS_OUTPUT_DIR must be a folder: {self.path} is a {what}."
+            )
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(
+                "the output folder must be new or empty, or hold this same run: "
+                f"{self.path} holds {', '.join(names[:5])}{more}, and no record of a run "
+                f"that they belong to. {_CHOOSE}"
+            )
+
+    def _foreign_work(self) -> bool:
+        # A run that is killed before its claim is written leaves these, and no more.
+        names = {path.name for path in self._work.iterdir()}
+        return bool(names - {"lock", f".{self._claim.name}.part"})
+
+    def _check_owner(self) -> None:
+        owner = None
+        if self._claim.exists():
+            owner = files.read_json(self._claim).get("owner")
+        if owner != self.owner:
+            raise files.StorageError(
+                f"Only one run may write to {self.path} at a time: "
+                f"{owner or 'something'} has taken it over, so this run stops."
+            )
+
+    def _remove_work(self) -> None:
+        # The claim goes last: without it the rest would be nobody's.
+        for path in self._work.iterdir():
+            if path != self._claim and path.name != "lock":
+                files.remove(path)
+        files.remove(self._claim)
+        files.remove(self._work)
+
     def _stored(self, name) -> tuple[dict[str, Any] | None, dict[str, np.ndarray]]:
-        if (self._work / f"{name}.json").exists():
-            found = files.read_json(self._work / f"{name}.json")
-            return found, files.read_arrays(self._work / f"{name}.npz")
+        path = self._work / f"{name}.json"
+        if path.exists():
+            return _checked(files.read_json(path), path), files.read_arrays(
+                self._work / f"{name}.npz"
+            )
         if self.results_path.exists():
-            for found in files.read_json(self.results_path)["measurements"]:
-                if found["name"] == name and found["status"] == "finished":
-                    return found, files.read_arrays(self.path / f"{name}.npz")
+            document = files.read_json(self.results_path)
+            with files.reading(self.results_path):
+                entries = [x for x in document["measurements"] if x["name"] == name]
+            for found in entries:
+                if found.get("status") == "finished":
+                    arrays = files.read_arrays(self.path / f"{name}.npz")
+                    return _checked(found, self.results_path), arrays
         return None, {}
 
-    def _remove(self, path: epath.Path) -> None:
-        if path.exists():
-            path.rmtree()
+
+def _checked(found, path) -> dict[str, Any]:
+    with files.reading(path):
+        result_from_json(found, {})
+    return found
 
 
-def is_primary_process() -> bool:
-    """Whether this process is the one that writes."""
-    return jax.process_index() == 0
+def _dictionary(found, path) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise files.StorageError(
+            f"{path} must hold the record of a run: got {_short(found)}. Move it away, "
+            "or choose another folder."
+        )
+    return found
 
 
 def _short(value: Any) -> str:

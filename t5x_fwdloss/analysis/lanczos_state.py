@@ -1,9 +1,9 @@
-"""A Lanczos run on disk: the vectors of its basis by orbax, the rest as one JSON file.
+"""The saved state of a measurement: its vectors by orbax, the rest as one JSON file.
 
 A vector does not change within one generation (until a restart, or the next probe): it is
 written once. The JSON file is replaced last and names the vectors it belongs to, so a
-kill at any moment leaves the state before or the state after. Numbers in it are float64,
-written so that they read back the same.
+kill at any moment leaves the state before or the state after; vectors that it does not
+name are removed. Numbers in it are float64, written so that they read back the same.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class LanczosState:
-    """Where the state of one Lanczos run is kept.
+    """Where the state of one measurement is kept.
 
     Attributes:
         path: the folder.
@@ -46,11 +46,14 @@ class LanczosState:
             names.append(f"vector_{generation}_{number}")
             if not (self.path / names[-1]).exists():
                 vector_store.save(self.path / names[-1], vector)
-        if self.is_primary:
-            document = {"metadata": metadata, "arrays": arrays, "vectors": names}
+        document = {"metadata": metadata, "arrays": arrays, "vectors": names}
+
+        def write():
             files.write_json(self._index, document)
             self._remove_all_but(names)
-        agreement.wait("lanczos state saved")
+
+        agreement.from_primary_doing(self.is_primary, write)
+        agreement.wait("state saved")
 
     def restore(self, like: Any, state_class: type[State]) -> State | None:
         """The saved state, with vectors laid out like `like`; None if there is none.
@@ -59,24 +62,32 @@ class LanczosState:
             like: a vector.
             state_class: the class of the state, with `from_saved`.
         """
-        found = None
-        if self.is_primary:
-            if self._index.exists():
-                found = files.read_json(self._index)
-            self._remove_all_but(found["vectors"] if found else [])
-        found = agreement.from_primary(found)
-        agreement.wait("lanczos state read")
+        found = agreement.from_primary_doing(self.is_primary, self._read)
+        agreement.wait("state read")
         if found is None:
             return None
-        # A null in JSON is a NaN, and becomes one again as a float.
-        arrays = {k: np.asarray(x, np.float64) for k, x in found["arrays"].items()}
         vectors = [
             vector_store.restore(self.path / name, like) for name in found["vectors"]
         ]
         make: Any = state_class
-        return make.from_saved(like, arrays | {"vectors": vectors}, found["metadata"])
+        with files.reading(self._index):
+            # A null in JSON is a NaN, and becomes one again as a float.
+            arrays = {k: np.asarray(x, np.float64) for k, x in found["arrays"].items()}
+            return make.from_saved(
+                like, arrays | {"vectors": vectors}, found["metadata"]
+            )
+
+    def _read(self) -> dict[str, Any] | None:
+        found = files.read_json(self._index) if self._index.exists() else None
+        with files.reading(self._index):
+            names = found["vectors"] if found else []
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError("its vectors have no names")
+        files.remove_parts(self.path)
+        self._remove_all_but(names)
+        return found
 
     def _remove_all_but(self, names: list[str]) -> None:
         for old in self.path.glob("vector_*"):
             if old.name not in names:
-                old.rmtree()
+                files.remove(old)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import batches as batches_lib
-from t5x_fwdloss.analysis import matrices, parameters
+from t5x_fwdloss.analysis import forward_mode, matrices, parameters
 from t5x_fwdloss.analysis.finite import by_batch, check_finite
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
@@ -108,6 +108,7 @@ class Objective:
         self.settings = dict(settings or {})
         self.model: Any = None
         self._numerator = numerator
+        self._activation_dtype: str | None = None
         self._linear_maps = matrices.linear_maps(
             self.batch_loss,
             None
@@ -341,6 +342,17 @@ class Objective:
             memory_budget=memory_budget,
             blame=lambda v: self.matrix_product(matrix, params, v),
         )
+
+    def activation_dtype(self, params: PyTree) -> str:
+        """The narrowest type in which the network multiplies matrices; traces, once."""
+        if self._activation_dtype is None:
+            self._activation_dtype = forward_mode.narrowest_product(
+                self.batch_loss,
+                parameters.widened(params),
+                self.batches[0],
+                self._keys[0],
+            )
+        return self._activation_dtype
 
     def check_matrix(self, matrix: str) -> None:
         """Refuse a matrix that this objective does not have (`ValueError`)."""

@@ -112,12 +112,7 @@ def check_objective(
     Raises:
         PreflightError: the first check that fails, with both numbers.
     """
-    dtype = forward_mode.narrowest_product(
-        objective.batch_loss,
-        parameters.widened(params),
-        objective.batches[0],
-        objective.key(0),
-    )
+    dtype = objective.activation_dtype(params)
     if product is None:
         product = lambda v: objective.hessian_product(params, v)
     done = []

@@ -3,9 +3,11 @@
 The order is fixed: everything that can be refused without compiling is refused first;
 then the run checks itself; then it measures; then it writes. 'Not converged' is a
 result. A NaN or an infinity ends one measurement, not the run, but its exit status.
+Where the same run has finished before, its folder is left as it is.
 """
 
 import dataclasses
+import datetime
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,13 +17,21 @@ from absl import logging
 from etils import epath
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import environment, events, parameters, preflight, report
+from t5x_fwdloss.analysis import (
+    environment,
+    events,
+    files,
+    identity,
+    parameters,
+    preflight,
+    report,
+)
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
-from t5x_fwdloss.analysis.folder import RunFolder
+from t5x_fwdloss.analysis.folder import RunFolder, check_names
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
 from t5x_fwdloss.analysis.objective import Objective
-from t5x_fwdloss.analysis.table import print_table
+from t5x_fwdloss.analysis.table import print_line, print_table
 from t5x_fwdloss.curvature import NonFiniteError, trees
 
 
@@ -72,54 +82,69 @@ def run_analysis(
         objective: the loss over the fixed list of batches.
         params: the checkpoint's parameters, on their mesh.
         measurements: what to measure, in order; names must differ.
-        output_dir: a new folder, or that of this same run, which then goes on.
+        output_dir: a new or empty folder, or that of this same run, which then goes on;
+            where it has finished, nothing is measured and nothing written.
         seed: what every random number depends on, with its purpose.
         host: what the program around the run knows.
         memory_budget: bytes a device that linearized products may take; None: half of
             what is free; 0: everything is differentiated anew for each vector.
 
+    What cannot work raises `ValueError`, as far as possible before anything is compiled.
+
     Returns:
         The exit status: 0, or 1 where a measurement met a NaN or an infinity.
-
-    Raises:
-        ValueError: something cannot work; raised before anything is compiled.
     """
     host = host or HostInfo()
+    names = [measurement.name for measurement in measurements]
+    check_names(names)
     # Absolute: the saved state of long work, written by Orbax, must have such a path.
-    folder = RunFolder(epath.Path(output_dir).resolve(), host.primary)
+    folder = RunFolder(files.user_path(output_dir), host.primary)
+    others = _OtherCheckpoints(host.load_params)
     context = Context(
         objective=objective,
         params=parameters.widened(params),
         seed=seed,
-        load_params=host.load_params,
+        load_params=host.load_params and others.load,
         state_path=folder.state_path,
         is_primary=host.primary,
         memory_budget=memory_budget,
         load_second_moment=host.load_second_moment,
         vectors_path=folder.vectors_path,
     )
-    names = [measurement.name for measurement in measurements]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(
-            "measurements must be a list of at least one, each with its own name: got "
-            f"{', '.join(names) or 'none'}."
-        )
     for measurement in measurements:
         measurement.validate(context)
         # What the later ones may read.
         count = getattr(measurement, "num_vectors", 0)
         context.vectors = {**context.vectors, measurement.name: count}
-    start = time.monotonic()
-    folder.open(fingerprint(objective, measurements, seed, host))
+    fingerprint = identity.of_settings(
+        objective,
+        measurements,
+        seed=seed,
+        checkpoint=host.checkpoint,
+        step=host.step,
+        other_checkpoints=others.checksums,
+    )
+    folder.check(fingerprint)
     needing = [m.name for m in measurements if getattr(m, "needs_forward_mode", False)]
     forward = preflight.has_forward_mode(
         objective, context.params, "".join(needing[:1])
     )
-    kept = {name: folder.finished(name) for name in names}
+    fingerprint |= identity.of_network(objective, context.params)
+    folder.check(fingerprint)
+    document = folder.document()
+    if document is not None:
+        return _finished_before(folder, document, names)
+    with folder.claimed(fingerprint):
+        return _run(folder, context, host, measurements, fingerprint, forward)
+
+
+def _run(folder, context, host, measurements, fingerprint, forward) -> int:
+    start = time.monotonic()
+    kept = {m.name: folder.finished(m.name) for m in measurements}
     checks = []
     if None in kept.values():
         checks = preflight.check_objective(
-            objective,
+            context.objective,
             context.params,
             context.key("preflight"),
             product=context.product("hessian"),
@@ -129,9 +154,32 @@ def run_analysis(
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements
     ]
-    document = _document(context, host, outcomes, checks, measurements)
+    document = _document(context, host, outcomes, checks, fingerprint)
     document["seconds"] = time.monotonic() - start
     return _finish(folder, document, outcomes, host)
+
+
+def _finished_before(folder, document, names) -> int:
+    results = [folder.finished(name) for name in names]
+    folder.clear()
+    if folder.is_primary:
+        print_table(document, results, folder.path / "report.html")
+        when = document.get("finished_at", "a day that it does not say")
+        print_line(f"This run was finished on {when}: nothing measured.")
+    return 0
+
+
+class _OtherCheckpoints:
+    """The loader of other checkpoints, which notes what was in them."""
+
+    def __init__(self, load):
+        self._load = load
+        self.checksums: dict[str, str] = {}
+
+    def load(self, path):
+        params = self._load(path)
+        self.checksums[path] = identity.checksum(parameters.widened(params))
+        return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,25 +190,6 @@ class Failure:
     kind: str
     settings: dict[str, Any]
     reason: str
-
-
-def fingerprint(
-    objective: Objective, measurements: Sequence[Any], seed: int, host: HostInfo
-) -> dict[str, Any]:
-    """What makes two runs the same run: the mesh and the machine are not in it."""
-    return {
-        "checkpoint": host.checkpoint,
-        "step": host.step,
-        "batches": objective.batches_hash,
-        "seed": seed,
-        "loss": objective.settings,
-        "normalizer": {"kind": objective.normalizer_kind, "W": objective.W},
-        "dropout_seed": objective.dropout_seed,
-        "precision": objective.precision,
-        "measurements": [
-            {"kind": type(m).__name__, **dataclasses.asdict(m)} for m in measurements
-        ],
-    }
 
 
 def _measure(
@@ -182,11 +211,12 @@ def _measure(
     return found
 
 
-def _document(context, host, outcomes, checks, measurements) -> dict[str, Any]:
+def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
     objective = context.objective
     failed = any(isinstance(outcome, Failure) for outcome in outcomes)
     return {
         "status": "failed" if failed else "finished",
+        "finished_at": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
         "checkpoint": host.checkpoint,
         "step": host.step,
         "task": host.task,
@@ -206,13 +236,16 @@ def _document(context, host, outcomes, checks, measurements) -> dict[str, Any]:
         "batches_hash": objective.batches_hash,
         "dropout_seed": objective.dropout_seed,
         "matmul_precision": objective.precision,
+        "activation_dtype": fingerprint["activation_dtype"],
+        "parameters_checksum": fingerprint["parameters"],
+        "loss_value": fingerprint["loss_value"],
         "num_parameters": trees.dimension(context.params),
         "parameters_left_out": trees.left_out(context.params),
         "environment": environment.describe(host.mesh),
         "products": context.products,
         "preflight": [to_json(check) for check in checks],
         "measurements": [_entry(outcome) for outcome in outcomes],
-        "fingerprint": fingerprint(objective, measurements, context.seed, host),
+        "fingerprint": fingerprint,
     }
 
 

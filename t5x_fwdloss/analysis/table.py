@@ -50,6 +50,11 @@ def print_table(
     (stream or sys.stdout or io.StringIO()).write("\n".join(lines))
 
 
+def print_line(line: str, stream: Any = None) -> None:
+    """Print one line; to standard output by default."""
+    (stream or sys.stdout or io.StringIO()).write(f"{line}\n")
+
+
 def format_value(number: Number) -> str:
     """Six digits, or as many as the error leaves; a dash for what is not a number."""
     if not math.isfinite(number.value):

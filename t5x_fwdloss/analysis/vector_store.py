@@ -9,16 +9,21 @@ from absl import logging
 from etils import epath
 from jaxtyping import PyTree
 
+from t5x_fwdloss.analysis import files
+
 
 def save(path: epath.Path, vectors: PyTree) -> None:
-    """Write a tree of arrays; whole, or nothing at `path`. Called by every process."""
-    with _checkpointer() as checkpointer:
-        checkpointer.save(path, _numbered(vectors))
+    """Write a tree of arrays, in place of what is at `path`; whole, or nothing is there.
+
+    Called by every process. What cannot be written raises `StorageError`.
+    """
+    with files.writing(path), _checkpointer() as checkpointer:
+        checkpointer.save(path, _numbered(vectors), force=True)
         checkpointer.wait_until_finished()
 
 
 def restore(path: epath.Path, like: PyTree) -> PyTree:
-    """The tree saved at `path`.
+    """The tree saved at `path`; what cannot be read raises `StorageError`.
 
     Args:
         path: what `save` was given.
@@ -28,7 +33,7 @@ def restore(path: epath.Path, like: PyTree) -> PyTree:
     target = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
     ]
-    with _checkpointer() as checkpointer:
+    with files.reading(path), _checkpointer() as checkpointer:
         found = checkpointer.restore(path, _numbered(target))
     return jax.tree.unflatten(structure, [found[k] for k in sorted(found)])
 

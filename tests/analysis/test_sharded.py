@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from t5x_fwdloss.analysis import identity
+
 from . import runs, sharded_program
 
 
@@ -39,6 +41,8 @@ def test_vectors_keep_the_shardings_of_the_parameters(sharded):
 def test_numbers_equal_those_of_one_device(sharded):
     objective = runs.objective()
     assert sharded["hash"] == objective.batches_hash
+    params = sharded_program.toy.parameters()
+    assert sharded["checksum"] == identity.checksum(params)
     alone = sharded_program.numbers(objective, sharded_program.toy.parameters())
     assert set(alone) == set(sharded["numbers"])
     for name, value in alone.items():

@@ -21,7 +21,7 @@ KRYLOV = {
     "orthogonality": "error num_checks restarted subtracted uncertainties",
 }
 BASIS = {"vectors": "", "space": "size on_host"}
-# What is saved in format 1, by name of the dictionary it is in.
+# What is saved in format 2, by name of the dictionary it is in.
 MEMBERS = {
     "EigenpairsState": KRYLOV | {"history": "", "num_fresh": "", "num_restarts": ""},
     "SlqState": KRYLOV
@@ -30,8 +30,7 @@ MEMBERS = {
     | {"exact": "", "samples": "", "squares": "", "num_sketched": ""},
     "XtraceState": BASIS
     | dict.fromkeys(("r", "w", "h", "quadratic", "squares", "num_probes"), ""),
-    "ProbeState": dict.fromkeys(("leaf_samples", "square_norms"), "")
-    | {"mean": "kernel", "spread": "kernel"},  # vectors, of this problem's one leaf
+    "ProbeState": dict.fromkeys(("vectors", "leaf_samples", "square_norms"), ""),
 }
 
 
@@ -57,7 +56,7 @@ def test_a_state_with_other_members_has_another_format():
     curvature.probe_estimates(
         product, START, 0, num_probes=2, diagonal=True, on_probe=note
     )
-    assert folder.FORMAT == 1
+    assert folder.FORMAT == 2
     assert found == {
         state: {(name,) for name in saved if name != "orthogonality"}
         | {(name, part) for name in saved for part in saved[name].split()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from t5x_fwdloss.analysis import agreement, files, vector_store
+from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
@@ -43,8 +43,8 @@ class HessianDiagonal:
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved running mean on if there is one."""
-        folder = context.state_path(self.name)
-        state = self._restore(context, folder)
+        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        state = saved.restore(trees.float_part(context.params), ProbeState)
         counted = 0 if state is None else len(state.square_norms)
         with context.progress(self.name, self.num_probes, counted) as progress:
 
@@ -52,7 +52,7 @@ class HessianDiagonal:
                 nonlocal counted
                 progress.update(len(state.square_norms) - counted)
                 counted = len(state.square_norms)
-                self._save(context, folder, state)
+                saved.save(state, counted)
 
             found = probe_estimates(
                 context.product(self.matrix, self.block_size),
@@ -65,29 +65,6 @@ class HessianDiagonal:
                 state=state,
             )
         return self._result(context, found)
-
-    def _save(self, context, folder, state):
-        name = f"vectors_{len(state.square_norms)}"
-        arrays = state.arrays()
-        vectors = (arrays.pop("mean"), arrays.pop("spread"))
-        vector_store.save(folder / name, vectors)
-        if context.is_primary:
-            files.write_json(folder / "sums.json", {"sums": arrays, "vectors": name})
-            for old in folder.glob("vectors_*"):
-                if old.name != name:
-                    old.rmtree()
-        agreement.wait("diagonal saved")
-
-    def _restore(self, context, folder) -> ProbeState | None:
-        path = folder / "sums.json"
-        found = agreement.from_primary(
-            files.read_json(path) if context.is_primary and path.exists() else None
-        )
-        if found is None:
-            return None
-        like = trees.float_part(context.params)
-        mean, spread = vector_store.restore(folder / found["vectors"], (like, like))
-        return ProbeState.from_saved(found["sums"] | {"mean": mean, "spread": spread})
 
     def _result(self, context, found) -> MeasurementResult:
         unit, numbers = context.curvature_unit, {}

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from t5x_fwdloss.analysis import agreement, vector_store
+from t5x_fwdloss.analysis import vector_store
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
@@ -141,10 +141,9 @@ class Eigenpairs(OfMatrix):
 
     def _save(self, context, found):
         for number, vector in enumerate(found.eigenvectors):
+            # In place of what a run that was killed here may have written.
             path = context.vectors_path(self.name) / f"vector_{number}"
-            # A run that was killed here may have written it.
-            if not agreement.from_primary(context.is_primary and path.exists()):
-                vector_store.save(path, self.direction(context, vector))
+            vector_store.save(path, self.direction(context, vector))
 
     def _result(self, context, found, cosines) -> MeasurementResult:
         numbers = {}

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax
 import numpy as np
 
-from t5x_fwdloss.analysis import agreement, files
+from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.curvature import groups, trees
@@ -63,11 +63,8 @@ class GroupTraces:
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved sums on if there are any."""
-        path = context.state_path(self.name) / "sums.json"
-        saved = agreement.from_primary(
-            files.read_json(path) if context.is_primary and path.exists() else None
-        )
-        state = None if saved is None else ProbeState.from_saved(saved)
+        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        state = saved.restore(trees.float_part(context.params), ProbeState)
         masks = groups.group_masks(context.params, self.patterns(context))
         counted = 0 if state is None else len(state.square_norms)
         with context.progress(self.name, self.num_probes, counted) as progress:
@@ -76,8 +73,7 @@ class GroupTraces:
                 nonlocal counted
                 progress.update(len(state.square_norms) - counted)
                 counted = len(state.square_norms)
-                if context.is_primary:
-                    files.write_json(path, state.arrays())
+                saved.save(state, 0)
 
             found = probe_estimates(
                 context.product(self.matrix, self.block_size),

@@ -27,9 +27,11 @@ Product = Callable[[PyTree], PyTree]
 def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array):
     """Hutchinson's estimator; what it saves is its samples."""
     path = context.state_path(settings.name) / "samples.json"
-    samples = agreement.from_primary(
-        files.read_json(path) if context.is_primary and path.exists() else []
+    found = agreement.from_primary_doing(
+        context.is_primary, lambda: files.read_json(path) if path.exists() else None
     )
+    with files.reading(path):
+        samples = np.array(found or [], np.float64).reshape(-1)
     with context.progress(settings.name, settings.num_probes, len(samples)) as progress:
         counted = len(samples)
 
@@ -37,8 +39,9 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             nonlocal counted
             progress.update(len(taken) - counted, f"mean {taken.mean():.4g}")
             counted = len(taken)
-            if context.is_primary:
-                files.write_json(path, taken)
+            agreement.from_primary_doing(
+                context.is_primary, lambda: files.write_json(path, taken)
+            )
 
         return hutchinson_trace(
             product,
@@ -50,7 +53,7 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             confidence=settings.confidence,
             block_size=settings.block_size,
             on_probe=on_probe,
-            samples=np.asarray(samples, np.float64),
+            samples=samples,
         )
 
 
