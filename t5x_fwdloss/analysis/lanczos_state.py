@@ -7,12 +7,14 @@ name are removed. Numbers in it are float64, written so that they read back the 
 """
 
 import dataclasses
+from collections.abc import Container
 from typing import Any, TypeVar
 
 import numpy as np
 from etils import epath
 
 from t5x_fwdloss.analysis import agreement, files, vector_store
+from t5x_fwdloss.analysis.checksum import checksum
 
 State = TypeVar("State")
 
@@ -28,6 +30,7 @@ class LanczosState:
 
     path: epath.Path
     is_primary: bool
+    _checksums: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def _index(self) -> epath.Path:
@@ -41,16 +44,20 @@ class LanczosState:
             generation: changes whenever vectors do.
         """
         arrays, metadata = state.arrays(), state.metadata()
-        names = []
+        checksums = {}
         for number, vector in enumerate(arrays.pop("vectors")):
-            names.append(f"vector_{generation}_{number}")
-            if not (self.path / names[-1]).exists():
-                vector_store.save(self.path / names[-1], vector)
-        document = {"metadata": metadata, "arrays": arrays, "vectors": names}
+            name = f"vector_{generation}_{number}"
+            if name not in self._checksums:
+                vector_store.save(self.path / name, vector)
+                self._checksums[name] = checksum(vector)
+            checksums[name] = self._checksums[name]
+        for name in self._checksums.keys() - checksums.keys():
+            del self._checksums[name]
+        document = {"metadata": metadata, "arrays": arrays, "vectors": checksums}
 
         def write():
             files.write_json(self._index, document)
-            self._remove_all_but(names)
+            self._remove_all_but(checksums)
 
         agreement.from_primary_doing(self.is_primary, write)
         agreement.wait("state saved")
@@ -62,12 +69,14 @@ class LanczosState:
             like: a vector.
             state_class: the class of the state, with `from_saved`.
         """
+        self._checksums.clear()
         found = agreement.from_primary_doing(self.is_primary, self._read)
         agreement.wait("state read")
         if found is None:
             return None
         vectors = [
-            vector_store.restore(self.path / name, like) for name in found["vectors"]
+            self._vector(name, wanted, like)
+            for name, wanted in found["vectors"].items()
         ]
         make: Any = state_class
         with files.reading(self._index):
@@ -80,14 +89,22 @@ class LanczosState:
     def _read(self) -> dict[str, Any] | None:
         found = files.read_json(self._index) if self._index.exists() else None
         with files.reading(self._index):
-            names = found["vectors"] if found else []
-            if not all(isinstance(name, str) for name in names):
-                raise TypeError("its vectors have no names")
+            names = dict(found["vectors"]) if found else {}
         files.remove_parts(self.path)
         self._remove_all_but(names)
         return found
 
-    def _remove_all_but(self, names: list[str]) -> None:
+    def _vector(self, name, wanted, like):
+        vector = vector_store.restore(self.path / name, like)
+        if checksum(vector) != wanted:
+            raise files.StorageError(
+                f"{self.path / name} must hold what was saved there: its checksum differs."
+                f" Move {self.path} away, and the measurement starts anew."
+            )
+        self._checksums[name] = wanted
+        return vector
+
+    def _remove_all_but(self, names: Container[str]) -> None:
         for old in self.path.glob("vector_*"):
             if old.name not in names:
                 files.remove(old)

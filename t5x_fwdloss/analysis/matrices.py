@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from t5x_fwdloss.analysis.token_loss import TokenLoss
+from t5x_fwdloss.curvature import probes
 from t5x_fwdloss.curvature.amortized import LinearMap, gauss_newton_map, hessian_map
 
 WORDS = {
@@ -76,7 +77,7 @@ def linear_maps(
 
 def _example_keys(seed, index, size):
     """A key for each example of batch `index`, by its number over all batches."""
-    root = jax.random.key(seed, impl="threefry2x32")
+    root = probes.as_key(seed)
     return jax.vmap(jax.random.fold_in, (None, 0))(
         root, index * size + jnp.arange(size)
     )

@@ -27,7 +27,7 @@ from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.programs import Programs, all_finite, largest_magnitudes
 from t5x_fwdloss.analysis.token_loss import TokenLoss
-from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature import probes, trees
 from t5x_fwdloss.curvature.operators import stacked
 from t5x_fwdloss.curvature.products import directional_derivative, gradient
 from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
@@ -121,7 +121,7 @@ class Objective:
         if dropout_seed is None:
             self._keys = [None] * len(self.batches)
         else:
-            root = jax.random.key(dropout_seed, impl="threefry2x32")
+            root = probes.as_key(dropout_seed)
             self._keys = [jax.random.fold_in(root, i) for i in range(len(self.batches))]
 
     @classmethod

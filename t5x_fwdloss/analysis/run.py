@@ -26,13 +26,14 @@ from t5x_fwdloss.analysis import (
     preflight,
     report,
 )
+from t5x_fwdloss.analysis.checksum import checksum
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.folder import RunFolder, check_names
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.analysis.table import print_line, print_table
-from t5x_fwdloss.curvature import NonFiniteError, trees
+from t5x_fwdloss.curvature import NonFiniteError, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,7 @@ def run_analysis(
     host = host or HostInfo()
     names = [measurement.name for measurement in measurements]
     check_names(names)
+    probes.as_key(seed)  # refuses one that is out of range
     # Absolute: the saved state of long work, written by Orbax, must have such a path.
     folder = RunFolder(files.user_path(output_dir), host.primary)
     others = _OtherCheckpoints(host.load_params)
@@ -178,7 +180,7 @@ class _OtherCheckpoints:
 
     def load(self, path):
         params = self._load(path)
-        self.checksums[path] = identity.checksum(parameters.widened(params))
+        self.checksums[path] = checksum(parameters.widened(params))
         return params
 
 

@@ -29,10 +29,15 @@ def as_key(key: Key) -> Array:
       A typed threefry key.
 
     Raises:
-      ValueError: The key is of another generator.
+      ValueError: The key is of another generator, or the seed out of range.
     """
     if isinstance(key, int | np.integer):
-        return jax.random.key(int(key), impl="threefry2x32")
+        if not 0 <= key < 2**63:
+            raise ValueError(
+                f"A seed (SEED, DROPOUT_SEED) must be at least 0 and below 2**63: got {key}."
+            )
+        # Both words: without 64-bit types, `jax.random.key` drops the upper one.
+        key = np.array(divmod(int(key), 2**32), np.uint32)
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         name = str(jax.random.key_impl(key))
         if "threefry2x32" not in name and "fry" not in name:

@@ -1,7 +1,9 @@
 """The fixed list of batches of an analysis, from a T5X `DatasetConfig`.
 
-Every process reads its shard of the data, and a batch is one global array per feature,
-laid out over the mesh as T5X's trainer lays out its batches.
+A batch is one global array per feature, laid out over the mesh as T5X's trainer lays out
+its batches. Every process reads all examples of the few batches and keeps what its devices
+hold: shards of the data, as a trainer reads them, would put other examples into a batch, or
+in another order, for each number of processes.
 """
 
 import dataclasses
@@ -42,14 +44,13 @@ def load_batches(
         raise ValueError(f"NUM_BATCHES must be at least 1: got {num_batches}.")
     check_task(cfg)
     check_batch_size(cfg.batch_size, partitioner.data_mesh_size)
-    layout = partitioner.get_data_layout(cfg.batch_size)
     if cfg.seed is None:
         cfg = dataclasses.replace(cfg, seed=0)
     ds = utils.get_dataset(
         cfg,
-        layout.shard_id,
-        layout.num_shards,
-        feature_converter_cls,
+        shard_id=0,
+        num_shards=1,
+        feature_converter_cls=feature_converter_cls,
         num_epochs=1,
     )
     local = _first(ds, num_batches)
@@ -60,7 +61,7 @@ def load_batches(
             f"{num_batches} batches of BATCH_SIZE = {cfg.batch_size}: got {found}"
             f"{'' if found else ' (no full batch)'}."
         )
-    return [_global(batch, cfg.batch_size, partitioner) for batch in local]
+    return [_global(batch, partitioner) for batch in local]
 
 
 def check_task(cfg: utils.DatasetConfig) -> None:
@@ -120,16 +121,15 @@ def _first(ds, num_batches):
     return found
 
 
-def _global(batch, batch_size, partitioner) -> Batch:
+def _global(batch, partitioner) -> Batch:
     sharding = jax.sharding.NamedSharding(
         partitioner.mesh, partitioner.data_partition_spec
     )
-    return {
-        name: jax.make_array_from_process_local_data(
-            sharding, np.asarray(x), (batch_size, *np.shape(x)[1:])
-        )
-        for name, x in batch.items()
-    }
+
+    def placed(x):
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    return {name: placed(np.asarray(x)) for name, x in batch.items()}
 
 
 def task_name(cfg: utils.DatasetConfig) -> str:

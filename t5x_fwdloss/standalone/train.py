@@ -23,6 +23,7 @@ from etils import epath
 
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.curvature import probes
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
 
@@ -78,9 +79,9 @@ def train(
     for name, value in positive.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1: got {value}.")
+    key = probes.as_key(seed)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
-    key = jax.random.key(seed)
     train_step, eval_step = compiled_steps(model, optimizer)
     with contextlib.ExitStack() as stack:
         manager = checkpoints.open_manager(model_dir, keep_checkpoints)

@@ -9,7 +9,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, identity
+from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, checksum
 from t5x_fwdloss.analysis.measurements import Context
 
 from . import runs, toy
@@ -66,7 +66,7 @@ def main():
             {
                 "kept": kept,
                 "hash": objective.batches_hash,
-                "checksum": identity.checksum(params),
+                "checksum": checksum.checksum(params),
                 "numbers": numbers(objective, params),
             }
         )

@@ -8,9 +8,17 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianTrace, files, folder, lock, vector_store
+from t5x_fwdloss.analysis import (
+    HessianTrace,
+    files,
+    folder,
+    lanczos_state,
+    lock,
+    vector_store,
+)
 
 from . import runs, toy
 
@@ -196,6 +204,42 @@ def test_damaged_vectors_are_named(tmp_path):
         vector_store.restore(tmp_path_of(tmp_path), like)
 
 
+def test_a_flipped_bit_in_a_saved_vector_is_found(tmp_path):
+    """Orbax gives back what is on the disk, right or wrong."""
+
+    class State:
+        """A state of one vector."""
+
+        def arrays(self):
+            """The vector, noise that cannot be compressed."""
+            rng = np.random.default_rng(0)
+            return {"vectors": [{"a": jnp.asarray(rng.normal(size=4000), jnp.float32)}]}
+
+        def metadata(self):
+            """Nothing."""
+            return {}
+
+        @classmethod
+        def from_saved(cls, like, arrays, metadata):
+            """The vectors."""
+            assert metadata == {}
+            assert like["a"].shape == arrays["vectors"][0]["a"].shape
+            return arrays["vectors"]
+
+    saved = lanczos_state.LanczosState(files.user_path(tmp_path), is_primary=True)
+    saved.save(State(), 0)
+    like = State().arrays()["vectors"][0]
+    assert (saved.restore(like, State)[0]["a"] == like["a"]).all()
+    largest = max(
+        (x for x in tmp_path.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 16
+    largest.write_bytes(content)
+    with pytest.raises(files.StorageError, match="vector_0_0 must (hold|be whole)"):
+        saved.restore(like, State)
+
+
 def tmp_path_of(tmp_path):
     return files.user_path(tmp_path / "vector")
 
@@ -323,3 +367,17 @@ def test_names_that_share_a_file_are_refused(names):
 
 def test_plain_names_are_taken():
     folder.check_names(["hessian_trace", "a.b-c_1", "x" * 100, pathlib.Path("y").name])
+
+
+def test_all_of_the_seed_is_used(tmp_path):
+    """Seeds that agree in their lower 32 bits draw other probes."""
+    traces = []
+    for seed in (0, 2**32):
+        assert runs.run(tmp_path / str(seed), measurements=TRACE, seed=seed) == 0
+        found = json.loads((tmp_path / str(seed) / "results.json").read_text())
+        traces.append(found["measurements"][0]["numbers"]["trace"]["value"])
+    assert traces[0] != traces[1]
+    for seed in (-1, 10**23):
+        with pytest.raises(ValueError, match=r"SEED.*must be at least 0"):
+            runs.run(tmp_path / "new", measurements=TRACE, seed=seed)
+    assert not (tmp_path / "new").exists()

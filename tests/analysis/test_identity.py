@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import identity
+from t5x_fwdloss.analysis import checksum, identity
 
 from . import runs, toy
 
@@ -55,17 +55,17 @@ CHANGES = {
 
 
 def test_every_change_of_the_parameters_changes_the_checksum():
-    sums = {name: identity.checksum(leaves(**x)) for name, x in CHANGES.items()}
-    sums["none"] = identity.checksum(leaves())
+    sums = {name: checksum.checksum(leaves(**x)) for name, x in CHANGES.items()}
+    sums["none"] = checksum.checksum(leaves())
     assert len(set(sums.values())) == len(sums)
-    assert sums["none"] == identity.checksum(jax.tree.map(jnp.asarray, leaves()))
+    assert sums["none"] == checksum.checksum(jax.tree.map(jnp.asarray, leaves()))
 
 
 def test_the_checksum_sees_all_of_float64(x64):
     x = np.random.default_rng(0).normal(size=(3, 2))
     moved = np.nextafter(x, 9.0)
-    assert identity.checksum({"x": moved}) != identity.checksum({"x": x})
-    assert identity.checksum({"x": x.astype(np.float32)}) != identity.checksum({"x": x})
+    assert checksum.checksum({"x": moved}) != checksum.checksum({"x": x})
+    assert checksum.checksum({"x": x.astype(np.float32)}) != checksum.checksum({"x": x})
 
 
 def test_the_words_are_those_of_a_plain_loop():
@@ -82,7 +82,7 @@ def test_the_words_are_those_of_a_plain_loop():
         sum(mixed(w ^ mixed((i + s) % 2**32)) for i, w in enumerate(words)) % 2**32
         for s in (0x9E3779B9, 0x7F4A7C15)
     ]
-    assert jax.jit(identity._word_sums)(x).tolist() == expected
+    assert jax.jit(checksum._word_sums)(x).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -108,4 +108,4 @@ def test_what_a_network_adds_is_its_value_and_its_type():
     found = identity.of_network(objective, params)
     assert found["loss_value"] == objective.value(params)
     assert found["activation_dtype"] == "float32"
-    assert found["parameters"] == identity.checksum(params)
+    assert found["parameters"] == checksum.checksum(params)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from t5x_fwdloss.analysis import identity
+from t5x_fwdloss.analysis import checksum
 
 from . import runs, sharded_program
 
@@ -42,7 +42,7 @@ def test_numbers_equal_those_of_one_device(sharded):
     objective = runs.objective()
     assert sharded["hash"] == objective.batches_hash
     params = sharded_program.toy.parameters()
-    assert sharded["checksum"] == identity.checksum(params)
+    assert sharded["checksum"] == checksum.checksum(params)
     alone = sharded_program.numbers(objective, sharded_program.toy.parameters())
     assert set(alone) == set(sharded["numbers"])
     for name, value in alone.items():

@@ -91,3 +91,26 @@ def test_other_generators_are_refused():
 def test_unknown_kinds_are_refused():
     with pytest.raises(ValueError, match="kind must be one of .*: got 'sphere'"):
         curvature.random_like(0, params(), "sphere")
+
+
+SEEDS = [0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 2**40, 2**63 - 1]
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_bit_of_a_seed_counts(wide):
+    with jax.enable_x64(wide):
+        words = [
+            jax.random.key_data(curvature.probes.as_key(seed)).tolist()
+            for seed in SEEDS
+        ]
+    assert words == [[seed >> 32, seed % 2**32] for seed in SEEDS]
+    # As before for the seeds that JAX takes in full.
+    for seed in SEEDS[:5]:
+        known = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+        assert known.tolist() == [0, seed]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**23])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=rf"at least 0 and below 2\*\*63: got {seed}"):
+        curvature.random_like(seed, params())

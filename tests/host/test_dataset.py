@@ -85,3 +85,19 @@ def test_a_subsplit_is_a_split():
     from t5x_fwdloss.host.dataset import check_task
 
     check_task(config(split="validation[:10]"))
+
+
+def test_the_batches_do_not_depend_on_the_number_of_processes(monkeypatch):
+    from t5x import partitioning
+
+    alone = load()
+    # What the second of two processes is told by T5X.
+    layout = partitioning.DataLayout(
+        batch_size=4, shard_id=1, num_shards=2, is_first_host_in_replica_set=False
+    )
+    monkeypatch.setattr(
+        partitioning.PjitPartitioner, "get_data_layout", lambda *_: layout
+    )
+    for one, other in zip(load(), alone, strict=True):
+        for name in other:
+            np.testing.assert_array_equal(one[name], other[name])

@@ -70,8 +70,9 @@ class Context:
 
     def key(self, purpose: str) -> jax.Array:
         """A key that depends on the run's seed and the purpose only."""
-        root = jax.random.key(self.seed, impl="threefry2x32")
-        return jax.random.fold_in(root, zlib.crc32(purpose.encode()))
+        return jax.random.fold_in(
+            probes.as_key(self.seed), zlib.crc32(purpose.encode())
+        )
 
     def gradient(self) -> PyTree:
         """The gradient at the checkpoint, computed once."""
