@@ -47,6 +47,7 @@ def analyze(
     verify_matching_vocabs_fn: Any = utils.verify_matching_vocabs,
     use_orbax: bool = True,
     memory_budget: int | None = None,
+    folding: bool = True,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -70,6 +71,7 @@ def analyze(
         use_orbax: False only for T5X's single-file checkpoints.
         memory_budget: bytes a device that linearized products may keep; None: half of
             what is free; 0: none.
+        folding: whether to rewrite linearized products to read less memory.
         config_text: the gin configuration, kept with the results.
 
     Raises:
@@ -132,6 +134,7 @@ def analyze(
             seed=seed,
             host=host,
             memory_budget=memory_budget,
+            fold=folding,
         )
 
 

@@ -10,15 +10,11 @@ from t5x_fwdloss.analysis import parameters
 from t5x_fwdloss.analysis.finite import check_finite
 from t5x_fwdloss.analysis.programs import all_finite, largest_magnitudes
 from t5x_fwdloss.curvature import trees
-from t5x_fwdloss.curvature.amortized import AmortizedProduct, LinearMap
+from t5x_fwdloss.curvature.amortized import FOLDED, AmortizedProduct, LinearMap
 
 
 class LinearProduct:
-    """The map from a vector to its product, or from stacked vectors to theirs.
-
-    Attributes:
-        how: in words, how many batches are linearized and what that takes.
-    """
+    """The map from a vector to its product, or from stacked vectors to theirs."""
 
     def __init__(
         self,
@@ -29,6 +25,7 @@ class LinearProduct:
         *,
         precision: str,
         memory_budget: int | None,
+        fold: bool,
         blame: Callable[[PyTree], Any],
     ):
         """Linearizes the batches, in order, while they fit.
@@ -40,25 +37,38 @@ class LinearProduct:
             batches: for each batch the further arguments of the map.
             precision: matmul precision.
             memory_budget: bytes a device that may be kept; None: half of the free.
+            fold: whether to rewrite the linear functions to read less memory.
             blame: called with a vector whose product is not finite; raises an error
                 that says where, if it can.
         """
         self._name, self._precision, self._blame = name, precision, blame
         constrained = LinearMap(
             linear_map.linearize,
+            linear_map.fold,
             _in_layout(linear_map.apply, params),
             _in_layout(linear_map.direct, params),
         )
         with jax.default_matmul_precision(precision):
             self._product = AmortizedProduct(
-                constrained, params, batches, memory_budget=memory_budget
+                constrained,
+                params,
+                batches,
+                memory_budget=memory_budget,
+                fold=fold,
             )
+
+    @property
+    def how(self) -> str:
+        """How many batches are linearized, what that takes, and if they are not folded."""
         records = self._product.batches
         kept = sum(record.residual_bytes for record in records if record.linearized)
-        self.how = (
+        sentence = (
             f"{self._product.num_linearized} of {len(records)} batches linearized, "
             f"{kept / 2**20:.1f} MiB a device"
         )
+        if self._product.num_linearized and self._product.folding != FOLDED:
+            sentence += f", {self._product.folding}"
+        return sentence
 
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector."""

@@ -320,7 +320,12 @@ class Objective:
         return self._vector(name, stacked(product), params, directions, stack=stack)
 
     def linear_product(
-        self, matrix: str, params: PyTree, memory_budget: int | None = None
+        self,
+        matrix: str,
+        params: PyTree,
+        memory_budget: int | None = None,
+        *,
+        fold: bool = True,
     ) -> LinearProduct:
         """A matrix at fixed parameters, to be multiplied by many vectors.
 
@@ -331,6 +336,8 @@ class Objective:
             matrix: its name.
             params: parameters.
             memory_budget: bytes a device that may be kept; None: half of what is free.
+            fold: whether to rewrite the linear functions to read less memory; where
+                that fails, they are kept as JAX made them.
         """
         self._matrix(matrix)
         return LinearProduct(
@@ -340,6 +347,7 @@ class Objective:
             list(self._pairs()),
             precision=self.precision,
             memory_budget=memory_budget,
+            fold=fold,
             blame=lambda v: self.matrix_product(matrix, params, v),
         )
 

@@ -76,6 +76,7 @@ def run_analysis(
     seed: int = 0,
     host: HostInfo | None = None,
     memory_budget: int | None = None,
+    fold: bool = True,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
 
@@ -89,6 +90,7 @@ def run_analysis(
         host: what the program around the run knows.
         memory_budget: bytes a device that linearized products may take; None: half of
             what is free; 0: everything is differentiated anew for each vector.
+        fold: whether to rewrite linearized products to read less memory.
 
     What cannot work raises `ValueError`, as far as possible before anything is compiled.
 
@@ -110,6 +112,7 @@ def run_analysis(
         state_path=folder.state_path,
         is_primary=host.primary,
         memory_budget=memory_budget,
+        fold=fold,
         load_second_moment=host.load_second_moment,
         vectors_path=folder.vectors_path,
     )

@@ -6,10 +6,14 @@ Linearizing the gradient (or the outputs) once keeps the intermediate values, th
 memory: batches are linearized as long as the compiler's own estimate fits the budget,
 the others are differentiated anew in each product. `AmortizedProduct.batches` says
 which was done for each.
+
+The linear functions are rewritten to read less (`folding`). Where that fails they are
+kept as JAX made them: `AmortizedProduct.folding` says why.
 """
 
 import collections.abc
 import dataclasses
+import logging
 import os
 import typing
 
@@ -21,6 +25,7 @@ from t5x_fwdloss.curvature import folding, operators, products, trees
 
 # The part of free memory that residuals may take where no budget is given.
 SHARE = 0.5
+FOLDED = "folded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +49,13 @@ class LinearMap:
 
     Attributes:
       linearize: `(params, *args) -> residuals`, pure.
-      apply: `(residuals, params, v, *args) -> A v`, pure.
+      fold: `(residuals, params) -> residuals` that are cheaper to apply, pure.
+      apply: `(residuals, params, v, *args) -> A v`, pure, with either kind of residuals.
       direct: `(params, v, *args) -> A v`, pure, without residuals.
     """
 
     linearize: collections.abc.Callable[..., typing.Any]
+    fold: collections.abc.Callable[..., typing.Any]
     apply: collections.abc.Callable[..., PyTree]
     direct: collections.abc.Callable[..., PyTree]
 
@@ -59,14 +66,16 @@ def hessian_map(loss: products.Function) -> LinearMap:
     def linearize(params, *args):
         function = products.of_floats(loss, params, args)
         floats = trees.float_part(params)
-        _, linear = jax.linearize(jax.grad(function), floats)
-        return folding.fold((linear, floats))
+        return jax.linearize(jax.grad(function), floats)[1]
+
+    def fold(linear, params):
+        return folding.fold((linear, trees.float_part(params)))
 
     def apply(linear, params, v, *args):
         del args
         return trees.as_vector(linear(products.tangent(v, params)))
 
-    return LinearMap(linearize, apply, products.hessian_product(loss))
+    return LinearMap(linearize, fold, apply, products.hessian_product(loss))
 
 
 def gauss_newton_map(
@@ -76,19 +85,25 @@ def gauss_newton_map(
 
     def linearize(params, *args):
         function = products.of_floats(outputs, params, args)
+        return jax.linearize(function, trees.float_part(params))
+
+    def fold(residuals, params):
+        z, jacobian = residuals
         floats = trees.float_part(params)
-        z, jacobian = jax.linearize(function, floats)
         transpose = jax.linear_transpose(jacobian, floats)
         return z, folding.fold((jacobian, floats), (lambda bar: transpose(bar)[0], z))
 
     def apply(residuals, params, v, *args):
-        z, folded = residuals
+        z, jacobian = residuals
+        transpose = None
+        if isinstance(jacobian, folding.Folded):
+            transpose = lambda bar: jacobian(bar, 1)
         return products.sandwich(
-            z, folded, output_hessian, params, v, args, lambda bar: folded(bar, 1)
+            z, jacobian, output_hessian, params, v, args, transpose
         )
 
     direct = products.gauss_newton_product(outputs, output_hessian)
-    return LinearMap(linearize, apply, direct)
+    return LinearMap(linearize, fold, apply, direct)
 
 
 def free_bytes() -> int:
@@ -106,6 +121,7 @@ class AmortizedProduct:
 
     Attributes:
       batches: A `BatchRecord` for each batch.
+      folding: Whether the linear functions are folded, and why not, in words.
     """
 
     def __init__(
@@ -116,6 +132,7 @@ class AmortizedProduct:
         *,
         factor: float = 1.0,
         memory_budget: int | None = None,
+        fold: bool = True,
     ):
         """Linearizes the batches that fit, in order.
 
@@ -126,6 +143,7 @@ class AmortizedProduct:
           factor: One over the normalizer of all batches together.
           memory_budget: Bytes that residuals may take on each device; None: half of
             what is free now; 0: never linearize.
+          fold: Whether to rewrite the linear functions to read less memory.
 
         Raises:
           ValueError: There are no batches.
@@ -133,11 +151,11 @@ class AmortizedProduct:
         if not batches:
             raise ValueError("A product must have at least one batch: got none.")
         budget = SHARE * free_bytes() if memory_budget is None else memory_budget
+        self._budget = int(budget)
         self._params = params
         self._args = list(batches)
         self._factor = factor
-        self._linearize = jax.jit(linear_map.linearize)
-        self._compiled: dict = {}
+        self._map = linear_map
         self._apply = jax.jit(linear_map.apply)
         self._direct = jax.jit(linear_map.direct)
         self._apply_many = jax.jit(
@@ -146,50 +164,66 @@ class AmortizedProduct:
             )(vs)
         )
         self._direct_many = jax.jit(operators.stacked(linear_map.direct))
-        self._residuals = []
-        self.batches: list[BatchRecord] = []
-        for args in self._args:
-            self._add(args, int(budget))
-        self._compiled.clear()
+        self.folding = FOLDED if fold else "not folded: switched off"
+        try:
+            self._residuals, self.batches = self._linearized(fold)
+        except Exception as error:
+            if not fold or _is_of_device(error):
+                raise
+            self._residuals, self.batches = self._linearized(fold=False)
+            self._say_why(error)
 
-    def _program(self, args):
-        """The compiled linearization, once for all batches of the same shapes."""
+    def _linearized(self, fold):
+        """Residuals of each batch, None for one that does not fit, and the records."""
+
+        def linearize(params, *args):
+            residuals = self._map.linearize(params, *args)
+            return self._map.fold(residuals, params) if fold else residuals
+
+        jitted, compiled = jax.jit(linearize), {}
+        residuals, records = [], []
+        for args in self._args:
+            found, record = self._kept(jitted, args, compiled, records)
+            residuals.append(found)
+            records.append(record)
+        return residuals, records
+
+    def _kept(self, jitted, args, compiled, records):
+        if self._budget <= 0:
+            return None, BatchRecord(False, 0, "no memory budget")
+        # Compiled once for all batches of the same shapes.
         leaves, structure = jax.tree.flatten(args)
         key = structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in self._compiled:
-            self._compiled[key] = self._linearize.lower(self._params, *args).compile()
-        return self._compiled[key]
-
-    def _add(self, args, budget):
-        used = sum(
-            record.residual_bytes for record in self.batches if record.linearized
-        )
-        if budget <= 0:
-            self._residuals.append(None)
-            self.batches.append(BatchRecord(False, 0, "no memory budget"))
-            return
-        compiled = self._program(args)
-        analysis = compiled.memory_analysis()
+        if key not in compiled:
+            compiled[key] = jitted.lower(self._params, *args).compile()
+        analysis = compiled[key].memory_analysis()
         need = int(getattr(analysis, "output_size_in_bytes", 0))
-        fits = used + need <= budget
+        used = sum(record.residual_bytes for record in records if record.linearized)
+        fits = used + need <= self._budget
         sentence = (
-            f"residuals of {need} bytes, {used} already held, budget {budget} bytes"
+            f"residuals of {need} bytes, {used} already held, "
+            f"budget {self._budget} bytes"
         )
-        self._residuals.append(compiled(self._params, *args) if fits else None)
-        self.batches.append(BatchRecord(fits, need, sentence))
+        found = compiled[key](self._params, *args) if fits else None
+        return found, BatchRecord(fits, need, sentence)
+
+    def _say_why(self, error):
+        first_line = str(error).partition("\n")[0]
+        self.folding = f"not folded: {type(error).__name__}: {first_line}"
+        logging.getLogger(__name__).warning("Linear functions are %s", self.folding)
 
     @property
     def num_linearized(self) -> int:
         """How many batches are linearized."""
         return sum(record.linearized for record in self.batches)
 
-    def _sum(self, apply, direct, v):
+    def _sum(self, all_residuals, apply, direct, v):
         def part(residuals, args):
             if residuals is None:
                 return direct(self._params, v, *args)
             return apply(residuals, self._params, v, *args)
 
-        pairs = list(zip(self._residuals, self._args, strict=True))
+        pairs = list(zip(all_residuals, self._args, strict=True))
         product = lambda _, __, index: part(*pairs[index])
         numbers = [(index,) for index in range(len(pairs))]
         # The parts are compiled, so that their results are new arrays.
@@ -198,10 +232,28 @@ class AmortizedProduct:
         )
         return total(v)
 
+    def _product(self, apply, direct, v):
+        try:
+            return self._sum(self._residuals, apply, direct, v)
+        except Exception as error:
+            if self.folding != FOLDED or _is_of_device(error):
+                raise
+            residuals, batches = self._linearized(fold=False)
+            # An error that has nothing to do with folding is raised again here.
+            found = self._sum(residuals, apply, direct, v)
+            self._residuals, self.batches = residuals, batches
+            self._say_why(error)
+            return found
+
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector."""
-        return self._sum(self._apply, self._direct, v)
+        return self._product(self._apply, self._direct, v)
 
     def stacked(self, vs: PyTree) -> PyTree:
         """The products with vectors stacked along the first axis, in one program."""
-        return self._sum(self._apply_many, self._direct_many, vs)
+        return self._product(self._apply_many, self._direct_many, vs)
+
+
+def _is_of_device(error) -> bool:
+    """Whether memory or a device failed, which no other program would mend."""
+    return isinstance(error, jax.errors.JaxRuntimeError)

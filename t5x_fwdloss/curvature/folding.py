@@ -13,8 +13,9 @@ where its second derivative has four coefficients. Products are bound by reading
   elementwise chain in that order.
 * A constant with batch axes inside (attention heads) gets them in front, likewise.
 
-The numbers are those of the program up to rounding. Control flow (a scan over layers) is
-kept as it is.
+The numbers are those of the program up to rounding: coefficients are multiplied out and
+added in float32 at least, since in float16 their products leave its range. Control flow
+(a scan over layers), functions with derivative rules and `shard_map` are kept as they are.
 """
 
 import collections
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature.linear_forms import Fill, Form, Pool
+from t5x_fwdloss.curvature.linear_forms import Fill, Form, Pool, scaled, wider
 from t5x_fwdloss.curvature.linear_program import Folded, Program, Step
 
 INLINED = ("pjit", "jit", "closed_call", "core_call")
@@ -99,12 +100,11 @@ class _Folding:
         ]
         moving = [isinstance(arg, Form) for arg in args]
         if not any(moving):
-            found = self._pool.compute(
-                (name, str(eqn.params)),
-                lambda *args: eqn.primitive.bind(*args, **eqn.params),
-                *args,
-            )
-            return found if eqn.primitive.multiple_results else [found]
+            if eqn.primitive.multiple_results:
+                # It may hold programs, and they constants, that its text leaves out.
+                return _evaluate(eqn, args)
+            key = name, str(eqn.params)
+            return [self._pool.compute(key, lambda *x: _evaluate(eqn, x)[0], *args)]
         shape = eqn.outvars[0].aval
         if name in ("add", "add_any", "sub") and all(moving):
             right = self._times(args[1], -1.0) if name == "sub" else args[1]
@@ -144,8 +144,7 @@ class _Folding:
                 iter(values[len(variables) :]),
             )
             operands = [next(moved) if moves else next(still) for moves in moving]
-            found = eqn.primitive.bind(*operands, **eqn.params)
-            return found if eqn.primitive.multiple_results else [found]
+            return _evaluate(eqn, operands)
 
         results = self._step(function, variables, fixed, len(eqn.outvars))
         return [Form({i: None}) for i in results]
@@ -179,7 +178,7 @@ class _Folding:
         num_batch, num_free = len(batch[1]), len(free)
 
         def function(variable, constant):
-            found = eqn.primitive.bind(constant, variable, **params)
+            (found,) = _evaluate(eqn.replace(params=params), [constant, variable])
             if not left:
                 return [found]
             # batch, constant's, variable's axes: the latter two change places.
@@ -211,10 +210,12 @@ class _Folding:
         def function(*values):
             factors = iter(values[count:])
             terms = [
-                x if one else x * jnp.asarray(next(factors), x.dtype)
+                x if one else scaled(x, next(factors))
                 for x, one in zip(values[:count], plain, strict=True)
             ]
-            return [functools.reduce(operator.add, terms).astype(aval.dtype)]
+            dtype = wider(*(x.dtype for x in terms))
+            total = functools.reduce(operator.add, (x.astype(dtype) for x in terms))
+            return [total.astype(aval.dtype)]
 
         (number,) = self._step(function, variables, fixed, 1)
         self._made[id(value)] = (value, number)
@@ -226,3 +227,12 @@ class _Folding:
         self._count += num_results
         self.steps.append(Step(function, tuple(variables), constants, results))
         return results
+
+
+def _evaluate(eqn, operands):
+    """The results of an equation at these operands, as `jax.core.eval_jaxpr` does it."""
+    # Equations that hold functions are bound with other parameters than they show.
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        found = eqn.primitive.bind(*operands, **params)
+    return list(found) if eqn.primitive.multiple_results else [found]

@@ -31,7 +31,7 @@ class Form:
                 terms[i] = c
                 continue
             ours, theirs = (1.0 if x is None else x for x in (terms[i], c))
-            terms[i] = jnp.asarray(ours + theirs)
+            terms[i] = jnp.asarray(combined(operator.add, ours, theirs))
         return Form(terms)
 
 
@@ -80,7 +80,33 @@ class Pool:
         """The elementwise product of two coefficients; None is one."""
         if left is None or right is None:
             return right if left is None else left
-        if isinstance(left, float) and isinstance(right, float):
-            return left * right
         pair = sorted((left, right), key=id)
-        return self.compute("product", operator.mul, *pair)
+        return self.compute("product", lambda *x: combined(operator.mul, *x), *pair)
+
+
+def combined(operation: Callable[..., Any], left: Any, right: Any) -> Any:
+    """The sum or the product of two coefficients, in float32 at least.
+
+    The program itself never forms it: it applies one coefficient after the other, to
+    values that keep the results within the range of a narrow type.
+    """
+    if isinstance(left, float) and isinstance(right, float):
+        return operation(left, right)
+    dtype = wider(_dtype(left), _dtype(right), jnp.float32)
+    return operation(jnp.asarray(left, dtype), jnp.asarray(right, dtype))
+
+
+def scaled(variable: Array, coefficient: Any) -> Array:
+    """A variable times a coefficient, in the wider of their types."""
+    dtype = wider(variable.dtype, _dtype(coefficient))
+    return variable.astype(dtype) * jnp.asarray(coefficient, dtype)
+
+
+def wider(*dtypes: Any) -> Any:
+    """The one of several floating types that takes most bytes."""
+    return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
+
+
+def _dtype(coefficient):
+    is_float = isinstance(coefficient, float)
+    return jnp.dtype(jnp.float32) if is_float else jnp.result_type(coefficient)

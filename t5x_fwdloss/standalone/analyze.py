@@ -46,6 +46,7 @@ def analyze(
     dropout_seed: int | None = None,
     matmul_precision: str = "highest",
     memory_budget: int | None = None,
+    folding: bool = True,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -65,6 +66,7 @@ def analyze(
         matmul_precision: 'highest', 'high' or 'default'.
         memory_budget: bytes a device that linearized products may keep; None: half of
             what is free; 0: none.
+        folding: whether to rewrite linearized products to read less memory.
         config_text: the gin configuration, kept with the results.
     """
     check_no_other_loss(model)
@@ -98,6 +100,7 @@ def analyze(
         seed=seed,
         host=host,
         memory_budget=memory_budget,
+        fold=folding,
     )
 
 

@@ -182,3 +182,58 @@ def test_a_result_may_be_an_argument_a_constant_multiple_or_zero():
 
     program = jax.jit(folded)()
     tree_allclose(program(x), (x, 2.0 * x, jnp.zeros_like(x), 2.0 * x))
+
+
+def chained(v, *factors):
+    for factor in factors:
+        v = v * factor
+    return v
+
+
+# v, and functions of it whose coefficients leave the range of float16 when multiplied
+# out or added there, though no step of the function does.
+NARROW = {
+    "product above the range": (0.015, lambda v, a: chained(v, 300 * a, 250 * a)),
+    "product below the range": (4e3, lambda v, a: chained(v, 1e-3 * a, 5e-5 * a)),
+    "numbers above the range": (0.015, lambda v, _: chained(v, 300.0, 250.0)),
+    "there and back": (0.25, lambda v, a: chained(v, 2e4 * a, 1e-4 * a, 6e4 * a)),
+    "sum above the range": (0.25, lambda v, a: v * (6e4 * a) + v * (5e4 * a)),
+    "number and array": (0.015, lambda v, a: chained(v, 300.0, 250 * a)),
+    "seven roundings": (
+        1.0,
+        lambda v, a: chained(v, *[(1.01 + i / 9) * a for i in range(7)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NARROW)
+def test_coefficients_of_a_narrow_type_are_multiplied_out_in_float32(name, dtype):
+    size, function = NARROW[name]
+    v = jnp.asarray(size * np.array([1.0, -0.75, 0.5]), dtype)
+    ones = jnp.ones(3, dtype)
+
+    def folded():
+        return folding.fold((lambda v: function(v, ones), v))
+
+    found = jax.jit(folded)()(v)
+    # The coefficients as the type holds them, multiplied in float64.
+    rounded = lambda x: np.asarray(jnp.asarray(x, dtype), np.float64)
+    expected = function(np.asarray(v, np.float64), Rounded(rounded))
+    assert found.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64),
+        np.asarray(expected, np.float64),
+        rtol=float(jnp.finfo(dtype).eps),
+    )
+
+
+class Rounded:
+    """Ones that a coefficient is multiplied with: it is rounded as an array would be."""
+
+    def __init__(self, rounded):
+        self._rounded = rounded
+
+    def __rmul__(self, coefficient):
+        """The coefficient alone, rounded."""
+        return self._rounded(coefficient)

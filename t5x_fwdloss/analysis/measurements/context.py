@@ -29,11 +29,11 @@ class Context:
         state_path: measurement name to the folder where it may save how far it is.
         is_primary: whether this process writes and shows progress.
         memory_budget: bytes a device that products may keep; None: half of the free.
+        fold: whether linearized products are rewritten to read less memory.
         load_second_moment: the second moment of the gradient, a tree like the float
             parameters, out of the state of the checkpoint's optimizer.
         vectors_path: measurement name to the folder where it leaves vectors.
         vectors: measurement name to how many vectors it will leave.
-        products: for each matrix used so far, how its products were computed.
     """
 
     objective: Objective
@@ -43,15 +43,16 @@ class Context:
     state_path: Callable[[str], epath.Path]
     is_primary: bool = True
     memory_budget: int | None = None
+    fold: bool = True
     load_second_moment: Callable[[], PyTree] | None = None
     vectors_path: Callable[[str], epath.Path] | None = None
     vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    products: dict[str, str] = dataclasses.field(default_factory=dict)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
     _preconditioner: PyTree | None = dataclasses.field(default=None, init=False)
     _linear: tuple[str, LinearProduct] | None = dataclasses.field(
         default=None, init=False
     )
+    _products: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def unit(self) -> str:
@@ -124,6 +125,14 @@ class Context:
             if exists
         ]
 
+    @property
+    def products(self) -> dict[str, str]:
+        """For each matrix used so far, how its products were computed."""
+        if self._linear is None:
+            return self._products
+        matrix, product = self._linear
+        return self._products | {matrix: product.how}
+
     def product(self, matrix: str, block_size: int = 1) -> Callable[[PyTree], PyTree]:
         """The product with a matrix, one vector to one, or stacked ones to as many.
 
@@ -132,13 +141,13 @@ class Context:
             block_size: 1, or how many vectors are stacked.
         """
         if self._linear is None or self._linear[0] != matrix:
-            # What was kept for another matrix is given up first.
+            # What was kept for another matrix is noted, and given up first.
+            self._products = self.products
             self._linear = None
             found = self.objective.linear_product(
-                matrix, self.params, self.memory_budget
+                matrix, self.params, self.memory_budget, fold=self.fold
             )
             self._linear = (matrix, found)
-            self.products[matrix] = found.how
         product = self._linear[1]
         return product if block_size == 1 else product.stacked
 
