@@ -9,6 +9,11 @@ The flags are T5X's. Which macros the run file needs stands in its header. The s
 0 when every measurement ended, 1 after bad input or a failed measurement.
 """
 
+import sys
+
+if __name__ == "__main__":  # the imports take seconds, in which nothing else is said
+    sys.stderr.write("t5x_fwdloss.analyze: importing T5X, JAX and TensorFlow\n")
+
 import contextlib
 import warnings
 from collections.abc import Sequence
@@ -18,6 +23,7 @@ import jax
 import seqio
 
 from t5x_fwdloss import analysis, loss_mixin, losses, models
+from t5x_fwdloss.analysis import progress
 
 # isort: split
 # After `models`, which says in a sentence what is missing where T5X is.
@@ -87,11 +93,16 @@ def analyze(
     loss_mixin.check_no_other_loss(model)
     # Before the data, which may take a while to load.
     checkpoint.find_checkpoint(restore_checkpoint_cfg)
-    batches = dataset.load_batches(
-        dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
-    )
+    is_primary = jax.process_index() == 0
+    with progress.stage(
+        f"Reading {num_batches} batches of {dataset.task_name(dataset_cfg)}",
+        is_primary=is_primary,
+    ):
+        batches = dataset.load_batches(
+            dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
+        )
     if verify_matching_vocabs_fn is not None:
-        verify_matching_vocabs_fn(dataset_cfg, model)
+        dataset.check_vocabularies(dataset_cfg, model, verify_matching_vocabs_fn)
     shapes, types = dataset.shapes_and_types(batches[0])
 
     def initializer(optimizer_def):
@@ -114,7 +125,7 @@ def analyze(
         load_second_moment=lambda: second_moment.load(
             initializer(model.optimizer_def), *where
         ),
-        is_primary=jax.process_index() == 0,
+        is_primary=is_primary,
         config_text=config_text,
         task=dataset.task_name(dataset_cfg),
     )
@@ -220,15 +231,12 @@ def _bound(gin, key):
 
 if __name__ == "__main__":
     import os
-    import sys
 
     import gin
     import t5x
     import tensorflow as tf
     from absl import app, flags, logging
     from t5x import gin_utils
-
-    from t5x_fwdloss.analysis import progress
 
     FLAGS = flags.FLAGS
     flags.DEFINE_multi_string(

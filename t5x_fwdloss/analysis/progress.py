@@ -1,8 +1,10 @@
 """Progress of long work with the time left: a bar on a terminal, lines elsewhere."""
 
+import contextlib
 import logging as python_logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
@@ -27,6 +29,22 @@ def _ours_or_error(record) -> bool:
     return record.levelno >= python_logging.ERROR
 
 
+@contextlib.contextmanager
+def stage(name: str, *, is_primary: bool = True):
+    """Logs that a stage of the run begins, and how long it took.
+
+    Args:
+        name: what is being done.
+        is_primary: whether this process shows anything.
+    """
+    if is_primary:
+        logging.info("%s", name)
+    start = time.monotonic()
+    yield
+    if is_primary:
+        logging.info("%s: %.1f s", name, time.monotonic() - start)
+
+
 class Progress:
     """Counts steps of one piece of work; a context manager.
 
@@ -42,6 +60,7 @@ class Progress:
         is_primary: bool = True,
         done: int = 0,
         stream: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Work of at most `total` steps.
 
@@ -51,13 +70,17 @@ class Progress:
             is_primary: whether this process shows anything.
             done: steps done by an earlier run.
             stream: where the bar goes; standard error by default.
+            clock: the time in seconds.
         """
         self._title, self._total, self._done = title, total, done
         self._first = done
+        # Steps done and seconds gone after the first update, which compiles.
+        self._compiling: tuple[int, float] | None = None
         stream = sys.stderr if stream is None else stream
         self._bar = None
         self._shown = is_primary
-        self._start = self._last = time.monotonic()
+        self._clock = clock
+        self._start = self._last = clock()
         if is_primary and stream is not None and stream.isatty():
             self._bar = tqdm(
                 desc=title, total=total, initial=done, file=stream, leave=False
@@ -71,21 +94,31 @@ class Progress:
     def update(self, steps: int = 1, note: str = "") -> None:
         """Count `steps` more; `note` says how it stands."""
         self._done += steps
+        if self._compiling is None:
+            self._compiling = (self._done, self._clock() - self._start)
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
             self._bar.update(steps)
             return
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
             self._line(self.line(now - self._start, note))
 
     def line(self, seconds: float, note: str = "") -> str:
-        """The log line after `seconds`: what is done, the time gone, the time left."""
-        fresh = self._done - self._first
+        """The log line after `seconds`: what is done, the time gone, the time left.
+
+        The time left is counted by the steps after the first update, once there are
+        any, because the first one includes compilation.
+        """
+        steps, before = self._compiling if self._compiling else (self._first, 0.0)
+        if steps == self._done:
+            steps, before = self._first, 0.0
+        fresh = self._done - steps
         left = "unknown"
         if fresh > 0:
-            left = f"{seconds / fresh * (self._total - self._done):.0f} s"
+            per_step = (seconds - before) / fresh
+            left = f"{per_step * (self._total - self._done):.0f} s"
         about = f", {note}" if note else ""
         return (
             f"{self._title}: {self._done} of {self._total}, {seconds:.0f} s gone, at "
@@ -96,7 +129,7 @@ class Progress:
         """The work is over, well or not."""
         if self._bar is not None:
             self._bar.close()
-        seconds = time.monotonic() - self._start
+        seconds = self._clock() - self._start
         self._line(f"{self._title}: {self._done} of {self._total} in {seconds:.1f} s")
 
     def _line(self, text: str) -> None:

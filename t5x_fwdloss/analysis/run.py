@@ -24,6 +24,7 @@ from t5x_fwdloss.analysis import (
     identity,
     parameters,
     preflight,
+    progress,
     report,
 )
 from t5x_fwdloss.analysis.checksum import checksum
@@ -148,13 +149,17 @@ def _run(folder, context, host, measurements, fingerprint, forward) -> int:
     kept = {m.name: folder.finished(m.name) for m in measurements}
     checks = []
     if None in kept.values():
-        checks = preflight.check_objective(
-            context.objective,
-            context.params,
-            context.key("preflight"),
-            product=context.product("hessian"),
-            forward=forward,
-        )
+        with progress.stage(
+            "Compiling and checking the loss and its derivatives",
+            is_primary=host.primary,
+        ):
+            checks = preflight.check_objective(
+                context.objective,
+                context.params,
+                context.key("preflight"),
+                product=context.product("hessian"),
+                forward=forward,
+            )
     outcomes = [
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements

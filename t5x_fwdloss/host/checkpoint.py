@@ -5,6 +5,7 @@ Orbax checkpoints and T5X's older formats both restore, through T5X's own manage
 
 import copy
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from flax.core import FrozenDict, unfreeze
-from t5x import checkpoints, partitioning, utils
+from t5x import checkpoints, partitioning, state_utils, utils
+
+from t5x_fwdloss.analysis import progress
 
 # A checkpoint that does not fit differs in few names or in all: three are enough.
 NUM_NAMED = 3
@@ -74,17 +77,27 @@ class Restorer:
     def restore(self, path: str | None = None) -> Restored:
         """The checkpoint at `path`, or at the path of the configuration.
 
-        Raises:
-            ValueError: if there is no checkpoint, or if its parameters do not fit.
+        Either may be a folder of checkpoints, of which the latest is restored. Where
+        there is none, or its parameters do not fit, it is refused (`ValueError`).
         """
         cfg = copy.copy(self._cfg)  # not dataclasses.replace: it would rename twice
         cfg.strict = False  # the optimizer's state is dropped
+        cfg.restore_dataset = False
         if path is not None:
-            cfg.path, cfg.mode = path, "specific"
+            cfg.path = path
         found = find_checkpoint(cfg)
-        if not cfg.state_transformation_fns:
-            shapes = self._initializer.global_train_state_shape.params
-            check_parameters(parameter_shapes(found), _shapes(shapes), found)
+        cfg.path, cfg.mode = found, "specific"
+        wanted = _shapes(self._initializer.global_train_state_shape.params)
+        fit_to_checkpoint(cfg, parameter_shapes(found), wanted)
+        with progress.stage(f"Restoring {found}", is_primary=jax.process_index() == 0):
+            return self._restored(cfg, found)
+
+    def _restored(self, cfg, found) -> Restored:
+        """What T5X restores.
+
+        Raises:
+            ValueError: it restores nothing.
+        """
         state, _ = utils.create_checkpoint_manager_and_restore(
             self._initializer,
             self._partitioner,
@@ -100,10 +113,12 @@ class Restorer:
 
 
 def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:
-    """The path of the one checkpoint that the configuration names.
+    """The path of the checkpoint that the configuration names.
+
+    That is the path itself, or the latest checkpoint in it, in either mode of T5X.
 
     Raises:
-        ValueError: there is none, with what lies there; or there are several.
+        ValueError: there is none, with what lies there; or several are asked for.
     """
     if not isinstance(cfg.path, str) or cfg.mode == "all":
         raise ValueError(
@@ -112,27 +127,94 @@ def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:
         )
     path = cfg.path.rstrip("/")
     steps = _steps(path)
-    if cfg.mode == "latest" and steps:
+    if steps:
         return os.path.join(path, steps[-1])
-    if epath.Path(path).exists() and not steps and cfg.mode == "specific":
+    if _is_checkpoint(path):
         return path
     if epath.Path(f"{path}.index").exists():  # TensorFlow's
         return path
-    if steps:
-        raise ValueError(
-            f"CHECKPOINT_PATH must be one checkpoint: {path} is a folder of several; "
-            f"give one of {_listed(path, steps)}."
-        )
-    parent = os.path.dirname(path)
-    there = _steps(parent)
+    folder = path if epath.Path(path).is_dir() else os.path.dirname(path)
+    there = _steps(folder)
     if there:
-        what = f"{parent} has {_listed('', there)}"
-    elif epath.Path(parent).exists():
-        names = sorted(p.name for p in epath.Path(parent).iterdir())
-        what = f"{parent} has {_listed('', names) if names else 'nothing in it'}"
+        what = f"{folder} has {_listed('', there)}"
+    elif epath.Path(folder).exists():
+        names = sorted(p.name for p in epath.Path(folder).iterdir())
+        what = f"{folder} has {_listed('', names) if names else 'nothing in it'}"
     else:
-        what = f"the folder {parent} does not exist"
+        what = f"the folder {folder} does not exist"
     raise ValueError(f"There is no checkpoint at CHECKPOINT_PATH = {path}: {what}.")
+
+
+def fit_to_checkpoint(
+    cfg: utils.RestoreCheckpointConfig,
+    found: Mapping[str, tuple[int, ...]] | None,
+    wanted: Mapping[str, tuple[int, ...]],
+) -> None:
+    """Changes a restore configuration so that no parameter starts from scratch.
+
+    Models that add parameters to a pretrained one (prompts, adapters) say in their gin
+    file how training starts: `assignment_map` leaves the new ones out and
+    `fallback_to_scratch` draws them. What training saved has them all: then both are
+    dropped, as T5X drops them when it resumes. An `assignment_map` that renames
+    parameters of another model is kept.
+
+    Args:
+        cfg: T5X's restore configuration of one path.
+        found: shapes of the checkpoint's parameters by name; None: not known.
+        wanted: those of the model.
+
+    A checkpoint that lacks parameters, or has others, is refused (`ValueError`).
+    """
+    cfg.fallback_to_scratch = False
+    if cfg.assignment_map is not None and found is not None:
+        rest = cfg.state_transformation_fns[1:]  # T5X puts the map in front
+        rename = functools.partial(
+            state_utils.apply_assignment_map,
+            assignment_map=cfg.assignment_map,
+            require_all_rules_match=False,  # some are for the optimizer's state
+        )
+        cfg.state_transformation_fns = rest if found == wanted else (rename, *rest)
+        if found != wanted and not rest:
+            _check_renamed(rename, found, wanted, cfg.path)
+    if not cfg.state_transformation_fns:
+        check_parameters(found, wanted, str(cfg.path))
+
+
+def _check_renamed(rename, found, wanted, path) -> None:
+    """Pass if a map gives every parameter of the model one of the checkpoint.
+
+    Raises:
+        ValueError: the map leaves parameters out, or does not fit the checkpoint.
+    """
+    nested = [
+        flax.traverse_util.unflatten_dict(
+            {f"target/{name}": shape for name, shape in shapes.items()}, sep="/"
+        )
+        for shapes in (found, wanted)
+    ]
+    try:
+        renamed = _flat(rename(*nested).get("target", {}))
+    except ValueError as error:
+        reason = str(error).split(". Must")[0]
+        raise ValueError(
+            f"The assignment_map must fit the checkpoint {path}: {reason}."
+        ) from error
+    lacking = sorted(set(wanted) - set(renamed))
+    if lacking:
+        more = len(lacking) - NUM_NAMED
+        raise ValueError(
+            "The checkpoint must have every parameter of MODEL, because an analysis "
+            f"starts none from scratch, whatever fallback_to_scratch says: {path} has "
+            f"no {', '.join(lacking[:NUM_NAMED])}{f' and {more} more' * (more > 0)}; "
+            "give a checkpoint that training with this model saved."
+        )
+    check_parameters({name: renamed[name] for name in wanted}, wanted, path)
+
+
+def _is_checkpoint(path: str) -> bool:
+    root = epath.Path(path)
+    parts = ("state", "checkpoint", "_METADATA")  # Orbax's, and T5X's older formats'
+    return any((root / part).exists() for part in parts)
 
 
 def parameter_shapes(path: str) -> dict[str, tuple[int, ...]] | None:

@@ -16,7 +16,9 @@ import numpy as np
 import seqio
 import tensorflow as tf
 from jax.experimental import multihost_utils
-from t5x import partitioning, utils
+from t5x import models, partitioning, utils
+
+from t5x_fwdloss.host import seqio_sentences
 
 Batch = dict[str, jax.Array]
 
@@ -37,8 +39,8 @@ def load_batches(
         feature_converter_cls: of the model.
 
     Raises:
-        ValueError: unknown task or split, a batch size that the mesh does not divide,
-            or too little data.
+        ValueError: unknown task, a batch size that the mesh does not divide, data that
+            SeqIO cannot read, or too little data.
     """
     if num_batches < 1:
         raise ValueError(f"NUM_BATCHES must be at least 1: got {num_batches}.")
@@ -46,14 +48,15 @@ def load_batches(
     check_batch_size(cfg.batch_size, partitioner.data_mesh_size)
     if cfg.seed is None:
         cfg = dataclasses.replace(cfg, seed=0)
-    ds = utils.get_dataset(
-        cfg,
-        shard_id=0,
-        num_shards=1,
-        feature_converter_cls=feature_converter_cls,
-        num_epochs=1,
-    )
-    local = _first(ds, num_batches)
+    with seqio_sentences.reading(task_name(cfg), cfg.split):
+        ds = utils.get_dataset(
+            cfg,
+            shard_id=0,
+            num_shards=1,
+            feature_converter_cls=feature_converter_cls,
+            num_epochs=1,
+        )
+        local = _first(ds, num_batches)
     found = int(np.min(multihost_utils.process_allgather(np.int32(len(local)))))
     if found < num_batches:
         raise ValueError(
@@ -65,10 +68,10 @@ def load_batches(
 
 
 def check_task(cfg: utils.DatasetConfig) -> None:
-    """Pass if the task or mixture is registered and has the split.
+    """Pass if the task or mixture is registered.
 
     Raises:
-        ValueError: with the closest registered names, or the splits that there are.
+        ValueError: with the closest registered names.
     """
     if cfg.module:
         utils.import_module(cfg.module)
@@ -84,12 +87,30 @@ def check_task(cfg: utils.DatasetConfig) -> None:
             f"{', '.join(close[:5]) or 'none'}. A task is registered when its module is "
             f"imported: add 'import my_project.tasks' to a gin file."
         )
-    splits = seqio.get_mixture_or_task(task).splits
-    if splits and cfg.split.split("[")[0] not in splits:
+
+
+def check_vocabularies(
+    cfg: utils.DatasetConfig,
+    model: models.BaseTransformerModel,
+    verify: Callable[..., None],
+) -> None:
+    """Pass if the task and the model have the same vocabularies.
+
+    Args:
+        cfg: T5X's dataset configuration.
+        model: T5X's model.
+        verify: T5X's `verify_matching_vocabs` or a function like it.
+
+    Raises:
+        ValueError: if they differ, or the task has no single vocabulary a side.
+    """
+    try:
+        verify(cfg, model)
+    except Exception as error:
         raise ValueError(
-            f"The split of {task!r} must be one of {', '.join(sorted(splits))}: got "
-            f"{cfg.split!r}."
-        )
+            f"The vocabularies of the task {task_name(cfg)!r} must be those of MODEL: "
+            f"{seqio_sentences.reason(error)}"
+        ) from error
 
 
 def check_batch_size(batch_size: int, data_mesh_size: int) -> None:

@@ -35,7 +35,9 @@ _RULES: Sequence[tuple[str, str]] = (
         r"^Couldn't resolve selector (\S+); <module '(?:__main__|t5x_fwdloss\.analyze)'",
         "A gin file binds {0!r}, which belongs to another script{where}: for an "
         f"analysis the run file is {RUN_FILE}, in place of the file for train, eval or "
-        "infer.",
+        "infer. Of a file that holds a model and such a run together, give the file of "
+        "the model that it includes, and its other lines (LOSS_NORMALIZING_FACTOR, "
+        "MIXTURE_OR_TASK_NAME, ...) in a file of your own after the run file.",
     ),
     (
         r"^Couldn't resolve selector (\S+); (<[^>]+>)",
@@ -79,6 +81,12 @@ def sentence(error: BaseException) -> str:
     """
     if raised_by_package(error):
         return own_words(error)
+    unpackaged = _unpackaged_file(error)
+    if unpackaged:
+        return (
+            f"The gin file {unpackaged} lies in a folder without an __init__.py, which "
+            "gin cannot search: give its absolute path."
+        )
     message = str(error)
     first = message.strip().split("\n")[0].strip()
     for pattern, words in _RULES:
@@ -89,6 +97,15 @@ def sentence(error: BaseException) -> str:
             )
     name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{name}{_gist(message)} (--verbosity=1 shows where)"
+
+
+def _unpackaged_file(error: BaseException) -> str:
+    """The file that gin looked for in a folder that is no package; '' for none."""
+    if isinstance(error, TypeError):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__") == "gin.resource_reader":
+                return str(frame.f_locals.get("config_path", "that is asked for"))
+    return ""
 
 
 def entered(error: BaseException, function: Callable) -> bool:

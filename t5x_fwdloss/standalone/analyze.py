@@ -9,13 +9,18 @@ Restores the parameters, takes a fixed list of batches, and hands both to
 `t5x_fwdloss.analysis`, which does the rest.
 """
 
+import sys
+
+if __name__ == "__main__":  # the imports take seconds, in which nothing else is said
+    sys.stderr.write("t5x_fwdloss.standalone.analyze: importing JAX and TensorFlow\n")
+
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from t5x_fwdloss import analysis
-from t5x_fwdloss.analysis import second_moment
+from t5x_fwdloss.analysis import progress, second_moment
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -72,9 +77,11 @@ def analyze(
     check_no_other_loss(model)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     path = str(checkpoints.find(checkpoint_path))
-    batches = data.fixed_batches(dataset, split, num_batches)
+    with progress.stage(f"Reading {num_batches} batches of {split}"):
+        batches = data.fixed_batches(dataset, split, num_batches)
     like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
-    step, params = checkpoints.restore_params(path, like)
+    with progress.stage(f"Restoring {path}"):
+        step, params = checkpoints.restore_params(path, like)
     objective = analysis.Objective.from_model(
         model,
         batches,

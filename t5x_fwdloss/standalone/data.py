@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import seqio
 
+from t5x_fwdloss.host import seqio_sentences
+
 Batch = dict[str, np.ndarray]
 
 
@@ -83,16 +85,11 @@ def batches(
         skip_batches: how many batches to leave out at the beginning.
 
     Raises:
-        ValueError: if the task, the split or the lengths do not exist or fit, or if
-            the split does not fill a single batch.
+        ValueError: if the task or the lengths do not exist or fit, if SeqIO cannot
+            read the split, or if it does not fill a single batch.
     """
     name, lengths = config.mixture_or_task_name, dict(config.task_feature_lengths)
     task = get_task(name)
-    if task.splits and split not in task.splits:
-        raise ValueError(
-            f"split must be one of those of {name}, {', '.join(sorted(task.splits))}: "
-            f"got {split!r}."
-        )
     if set(lengths) != set(task.output_features):
         raise ValueError(
             f"TASK_FEATURE_LENGTHS must name the features of {name}, "
@@ -100,17 +97,18 @@ def batches(
         )
     if config.batch_size < 1:
         raise ValueError(f"BATCH_SIZE must be at least 1: got {config.batch_size}.")
-    examples = task.get_dataset(
-        lengths,
-        split,
-        shuffle=shuffle,
-        num_epochs=num_epochs,
-        seed=config.seed,
-        try_in_mem_cache=False,  # a split is rarely read to its end
-    )
-    dataset = seqio.EncDecFeatureConverter(pack=config.pack)(examples, lengths)
-    dataset = dataset.batch(config.batch_size, drop_remainder=True).skip(skip_batches)
-    found = dataset.prefetch(2).as_numpy_iterator()
+    with seqio_sentences.reading(name, split):
+        examples = task.get_dataset(
+            lengths,
+            split,
+            shuffle=shuffle,
+            num_epochs=num_epochs,
+            seed=config.seed,
+            try_in_mem_cache=False,  # a split is rarely read to its end
+        )
+        dataset = seqio.EncDecFeatureConverter(pack=config.pack)(examples, lengths)
+        dataset = dataset.batch(config.batch_size, drop_remainder=True)
+    found = _batches(dataset.skip(skip_batches).prefetch(2), name, split)
     first = next(found, None)
     if first is None:
         raise ValueError(
@@ -118,6 +116,11 @@ def batches(
             f"{config.batch_size}: it does not, or is empty."
         )
     return itertools.chain([first], found)
+
+
+def _batches(dataset, name, split) -> Iterator[Batch]:
+    with seqio_sentences.reading(name, split):
+        yield from dataset.as_numpy_iterator()
 
 
 def fixed_batches(config: DatasetConfig, split: str, num_batches: int) -> list[Batch]:

@@ -16,7 +16,7 @@ from t5x_fwdloss.analysis.numbers import (
     result_to_json,
     to_json,
 )
-from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.analysis.progress import Progress, stage
 from t5x_fwdloss.analysis.table import format_error, format_value, print_table
 
 
@@ -149,3 +149,22 @@ def test_a_bar_is_drawn_on_a_terminal_by_the_first_process_only():
             progress.update(4, "mean 1.5")
     assert "Probes" in shown.getvalue()
     assert hidden.getvalue() == ""
+
+
+def test_the_time_left_leaves_out_the_first_step_which_compiles():
+    now = iter([0.0, 20.0, 20.0, 23.0, 23.0])
+    progress = Progress("Probes", 10, stream=io.StringIO(), clock=lambda: next(now))
+    progress.update()
+    assert "at most 180 s left" in progress.line(20.0)
+    progress.update(3)
+    assert "4 of 10, 23 s gone, at most 6 s left" in progress.line(23.0)
+
+
+def test_a_stage_says_that_it_begins_and_how_long_it_took(caplog):
+    with caplog.at_level("INFO"):
+        with stage("Restoring /m/checkpoint_50"):
+            assert caplog.messages == ["Restoring /m/checkpoint_50"]
+        with stage("Elsewhere", is_primary=False):
+            pass
+    assert len(caplog.messages) == 2
+    assert re.fullmatch(r"Restoring /m/checkpoint_50: \d+\.\d s", caplog.messages[1])

@@ -1,6 +1,7 @@
 """The fixed list of batches: the first of the data, as T5X's converters make them."""
 
 import numpy as np
+import odd_tasks
 import pytest
 
 pytestmark = pytest.mark.t5x
@@ -60,7 +61,18 @@ def test_a_seed_of_none_gives_the_same_batches_in_every_run():
         ({"num_batches": 10**5}, r"must give NUM_BATCHES = 100000 .*: got \d+\."),
         ({"batch_size": 10**5}, r"got 0 \(no full batch\)\."),
         ({"batch_size": 0}, "positive multiple of the data axis .* BATCH_SIZE = 0"),
-        ({"split": "tst"}, "must be one of test, train, validation: got 'tst'"),
+        (
+            {"split": "tst"},
+            r"'cmudict_g2p', split 'tst' \(it declares test, train, validation\): got",
+        ),
+        (
+            {"task_feature_lengths": {"inputs": 4}},
+            "got ValueError: .* missing features .*'targets'",
+        ),
+        (
+            {"task_feature_lengths": {"inputs": 4, "targets": 4, "x": 4}},
+            "got ValueError: .* extra features .*'x'",
+        ),
         (
             {"mixture_or_task_name": "cmudict_g2q"},
             r"task or mixture: got 'cmudict_g2q'; close to it: cmudict_g2p\. A task is "
@@ -81,10 +93,56 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
         check_batch_size(8, 3)
 
 
-def test_a_subsplit_is_a_split():
-    from t5x_fwdloss.host.dataset import check_task
+@pytest.fixture
+def odd():
+    with odd_tasks.registered():
+        yield
 
-    check_task(config(split="validation[:10]"))
+
+def load_odd(task, split, num_batches):
+    return load(
+        num_batches,
+        mixture_or_task_name=task,
+        split=split,
+        batch_size=1,
+        task_feature_lengths=odd_tasks.lengths(task),
+    )
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("task", "split"), odd_tasks.READ)
+def test_every_split_that_seqio_reads_is_read(task, split):
+    count = odd_tasks.READ[task, split]
+    assert len(load_odd(task, split, count)) == count
+    with pytest.raises(ValueError, match=f"must give NUM_BATCHES .*: got {count}"):
+        load_odd(task, split, count + 1)
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("task", "split"), odd_tasks.REFUSED)
+def test_what_seqio_refuses_is_a_sentence_with_its_reason(task, split):
+    message = rf"SeqIO must be able .* {task!r}.*{odd_tasks.REFUSED[task, split]}"
+    with pytest.raises(ValueError, match=message) as raised:
+        load_odd(task, split, 3)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("odd")
+def test_vocabularies_that_differ_are_a_sentence():
+    from t5x import utils
+    from t5x_models import subjects
+
+    from t5x_fwdloss.host.dataset import check_vocabularies
+
+    model = subjects.stock("encoder_decoder")
+    cfg = config(mixture_or_task_name="by_name")
+    message = (
+        "of the task 'by_name' must be those of MODEL: .*ByteVocabulary.*PassThrough"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        check_vocabularies(cfg, model, utils.verify_matching_vocabs)
+    assert "\n" not in str(raised.value)
+    check_vocabularies(cfg, model, lambda *_: None)
 
 
 def test_the_batches_do_not_depend_on_the_number_of_processes(monkeypatch):

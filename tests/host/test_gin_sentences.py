@@ -65,6 +65,28 @@ def test_gin_s_message_becomes_a_sentence_that_names_the_remedy(case, tmp_path):
     assert re.search(message, found), found
 
 
+def test_a_file_in_a_folder_that_is_no_package_needs_its_absolute_path(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "models_of_mine").mkdir()
+    (tmp_path / "models_of_mine" / "base.gin").write_text("SIZE = 1\n")
+    error = error_of("include 'models_of_mine/base.gin'\n", tmp_path)
+    found = gin_sentences.sentence(error)
+    assert re.fullmatch(
+        r"The gin file models_of_mine/base\.gin lies in a folder without .*: give its "
+        r"absolute path\.",
+        found,
+    ), found
+    absolute = f"include '{tmp_path}/models_of_mine/base.gin'\n"
+    (tmp_path / "mine.gin").write_text(absolute)
+    gin.parse_config_file(str(tmp_path / "mine.gin"))
+
+
+def test_another_type_error_is_not_taken_for_it():
+    assert "TypeError: 5" in gin_sentences.sentence(TypeError(5))
+
+
 def test_what_is_not_known_keeps_gin_s_words_and_says_how_to_see_more(tmp_path):
     found = gin_sentences.sentence(error_of("SIZE = [1, 2\n", tmp_path))
     assert found.startswith(("SyntaxError: ", "TokenError: "))

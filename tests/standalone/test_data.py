@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+import odd_tasks
 import pytest
 import seqio
 import tensorflow as tf
@@ -77,9 +78,36 @@ def test_unknown_task_is_refused_with_the_known_ones():
         first(1, changed(mixture_or_task_name="cmudict_gtp"))
 
 
-def test_unknown_split_is_refused():
-    with pytest.raises(ValueError, match="test, train, validation: got 'dev'"):
+def test_unknown_split_is_refused_with_the_splits_that_there_are():
+    message = r"'cmudict_g2p', split 'dev' \(it declares test, train, validation\): got"
+    with pytest.raises(ValueError, match=message):
         first(1, split="dev")
+
+
+@pytest.fixture
+def odd():
+    with odd_tasks.registered():
+        yield
+
+
+def odd_config(task):
+    return data.DatasetConfig(task, odd_tasks.lengths(task), batch_size=1)
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("task", "split"), odd_tasks.READ)
+def test_every_split_that_seqio_reads_is_read(task, split):
+    found = list(data.batches(odd_config(task), split))
+    assert len(found) == odd_tasks.READ[task, split]
+
+
+@pytest.mark.usefixtures("odd")
+@pytest.mark.parametrize(("task", "split"), odd_tasks.REFUSED)
+def test_what_seqio_refuses_is_a_sentence_with_its_reason(task, split):
+    message = rf"SeqIO must be able .* {task!r}.*{odd_tasks.REFUSED[task, split]}"
+    with pytest.raises(ValueError, match=message) as raised:
+        list(data.batches(odd_config(task), split))
+    assert "\n" not in str(raised.value)
 
 
 def test_lengths_of_other_features_are_refused():

@@ -43,16 +43,25 @@ def analyzed(project, checkpoint):
         "--gin.LossComparison.num_rounds=1",
     ]
 
-    def start(run, name, env):
+    # The folder of checkpoints, and what files of models that add parameters bind.
+    folder = [
+        f"--gin.CHECKPOINT_PATH='{project.path / 'stock'}'",
+        "--gin.RestoreCheckpointConfig.fallback_to_scratch=True",
+        "--gin.RestoreCheckpointConfig.assignment_map=(('.*wi.*', None),)",
+    ]
+
+    def start(run, name, env, more=()):
         done = run(
-            "t5x_fwdloss.analyze", *arguments(project, checkpoint, name, *few), **env
+            "t5x_fwdloss.analyze",
+            *arguments(project, checkpoint, name, *few, *more),
+            **env,
         )
         assert done.status == 0, done.log[-3000:]
         return json.loads((project.path / name / "results.json").read_text())
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         one = pool.submit(start, project.command, "one", {})
-        eight = pool.submit(start, project.run, "eight", EIGHT)
+        eight = pool.submit(start, project.run, "eight", EIGHT, folder)
         return one.result(), eight.result()
 
 
@@ -78,6 +87,7 @@ def test_the_objective_is_t5x_s_own_evaluation_loss(project, analyzed):
 def test_eight_devices_give_the_numbers_of_one(analyzed):
     one, eight = analyzed
     assert one["batches_hash"] == eight["batches_hash"]
+    assert one["checkpoint"] == eight["checkpoint"]
     mine, theirs = numbers(one), numbers(eight)
     assert mine.keys() == theirs.keys()
     assert len(mine) > 5
@@ -215,7 +225,13 @@ FORGOTTEN = {
     ),
     "that train has its own run file": (
         ["--gin_file=my_run.gin"],
-        r"binds 'train_script\.train', which belongs to another script \(in .*pretrain",
+        r"binds 'train_script\.train', which belongs to another script \(in .*pretrain"
+        r"(.|\n)*holds a model and such a run together, give the file of the model",
+    ),
+    "that a folder of T5X is no package": (
+        [EXAMPLE, "--gin_file=t5x/examples/decoder_only/models/base.gin"],
+        r"gin file t5x/examples/decoder_only/models/base.gin lies in a folder without an "
+        r"__init__\.py, which gin cannot search: give its absolute path\.",
     ),
     "the spelling of an argument": (
         [EXAMPLE, "--gin.analyze.num_batch=3"],
