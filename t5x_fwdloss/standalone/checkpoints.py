@@ -16,14 +16,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from t5x_fwdloss.analysis import files
+
 PREFIX = "checkpoint"
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax is writing
 MAX_NAMED = 4  # parameters named in an error message
 
 
 def open_manager(model_dir: str, keep: int | None = None) -> ocp.CheckpointManager:
     """The manager of a training run's checkpoints; `keep` of them, None for all."""
     return ocp.CheckpointManager(
-        epath.Path(model_dir).resolve(),
+        files.user_path(model_dir),
         options=ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             step_prefix=PREFIX,
@@ -37,17 +40,18 @@ def open_manager(model_dir: str, keep: int | None = None) -> ocp.CheckpointManag
 
 
 def save(manager: ocp.CheckpointManager, step: int, params, optimizer_state) -> None:
-    """Writes `checkpoint_<step>`, or nothing at all."""
+    """Writes `checkpoint_<step>`, or nothing at all; a full disk is a `StorageError`."""
     state = {"target": params, "state": {"step": step}}
-    manager.save(
-        step,
-        args=ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state),
-            # With the step, because Orbax refuses a tree without leaves (plain SGD).
-            optimizer=ocp.args.PyTreeSave({"step": step, "optax": optimizer_state}),
-        ),
-        force=True,
-    )
+    with files.writing(epath.Path(manager.directory) / f"{PREFIX}_{step}"):
+        manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeSave(state),
+                # With the step, because Orbax refuses a tree without leaves (plain SGD).
+                optimizer=ocp.args.PyTreeSave({"step": step, "optax": optimizer_state}),
+            ),
+            force=True,
+        )
 
 
 def find(path: str) -> epath.Path:
@@ -57,8 +61,14 @@ def find(path: str) -> epath.Path:
         ValueError: if there is none, with what is there instead, or if it is one of
             T5X's older format.
     """
-    folder = epath.Path(path).resolve()
-    names = sorted(x.name for x in folder.iterdir()) if folder.is_dir() else []
+    folder = files.user_path(path)
+    with files.reading(folder):
+        names = sorted(x.name for x in folder.iterdir()) if folder.is_dir() else []
+    if UNFINISHED in folder.name:
+        raise ValueError(
+            f"CHECKPOINT_PATH must be a whole checkpoint: {folder} is what a run left that "
+            "was stopped while it saved."
+        )
     if _step(folder) is None:
         found = [folder / name for name in names if _step(folder / name) is not None]
         if not found:
@@ -101,7 +111,9 @@ def restore_params(path: str, like: Any) -> tuple[int, Any]:
     """
     folder = find(path)
     stored = _stored(folder / "state")
-    check_same(_shapes(like), _shapes(stored["target"]), folder)
+    with files.reading(folder / "state"):
+        found = _shapes(stored["target"])
+    check_same(_shapes(like), found, folder)
     wanted = {"target": like, "state": {"step": 0}}
     restored = _restored(folder / "state", wanted)
     return int(restored["state"]["step"]), restored["target"]
@@ -138,11 +150,13 @@ def _optimizer_folder(path: str, advice: str) -> epath.Path:
 
 
 def _stored(folder: epath.Path) -> Any:
-    return ocp.PyTreeCheckpointHandler().metadata(folder).tree
+    with files.reading(folder):
+        return ocp.PyTreeCheckpointHandler().metadata(folder).tree
 
 
 def _restored(folder: epath.Path, wanted: Any) -> Any:
-    return ocp.PyTreeCheckpointHandler().restore(folder, args=_arguments(wanted))
+    with files.reading(folder):
+        return ocp.PyTreeCheckpointHandler().restore(folder, args=_arguments(wanted))
 
 
 def _arguments(wanted) -> ocp.args.PyTreeRestore:

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 from clu import metric_writers
-from etils import epath
 
+from t5x_fwdloss.analysis import files, lock, programs
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.progress import Progress
-from t5x_fwdloss.curvature import probes
+from t5x_fwdloss.curvature import probes, trees
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
 
@@ -83,7 +83,12 @@ def train(
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
     train_step, eval_step = compiled_steps(model, optimizer)
+    folder = files.user_path(model_dir)
     with contextlib.ExitStack() as stack:
+        with files.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            stack.enter_context(lock.held(folder / ".lock", folder))
         manager = checkpoints.open_manager(model_dir, keep_checkpoints)
         stack.callback(manager.close)
         first = manager.latest_step() or 0
@@ -97,12 +102,13 @@ def train(
         if first:
             params = checkpoints.restore_params(model_dir, params)[1]
             state = checkpoints.restore_optimizer(model_dir, state)
+            _check_restored(params, state, folder / f"checkpoint_{first}")
             logging.info("Goes on from checkpoint_%d in %s.", first, model_dir)
         batches = data.batches(
             dataset, train_split, shuffle=True, num_epochs=None, skip_batches=first
         )
-        (epath.Path(model_dir) / "config.gin").write_text(config_text)
-        writer = metric_writers.SummaryWriter(model_dir)
+        files.write_bytes(folder / "config.gin", config_text.encode())
+        writer = metric_writers.SummaryWriter(str(folder))
         stack.callback(writer.close)
 
         def report(step, train_metrics):
@@ -123,6 +129,7 @@ def train(
                 report(step, seen)
                 seen = []
             if step % checkpoint_period == 0 or last:
+                _check_before_saving(params, state, step, manager.latest_step())
                 checkpoints.save(manager, step, params, state)
         return report(total_steps, seen)
 
@@ -184,6 +191,43 @@ def _finite_loss(metrics, step) -> float:
             "saved since the last checkpoint; a lower LEARNING_RATE may help."
         )
     return loss
+
+
+def _check_before_saving(params, state, step, last_step) -> None:
+    # The loss of this step was computed before its update.
+    found = _not_finite(params, state)
+    if found:
+        last = (
+            "there is no checkpoint" if last_step is None else f"checkpoint_{last_step}"
+        )
+        raise NonFiniteLossError(
+            f"The parameters and the optimizer's state must be finite: step {step} gives "
+            f"{found}; they were not saved, and the last good checkpoint is the newest: "
+            f"{last}. A lower LEARNING_RATE may help when the run goes on from there."
+        )
+
+
+def _check_restored(params, state, path) -> None:
+    found = _not_finite(params, state)
+    if found:
+        raise ValueError(
+            f"{path} must be finite: it holds {found}. Move it away, and training goes "
+            "on from the checkpoint before it."
+        )
+
+
+def _not_finite(params, state) -> str:
+    """The first value that is not a number, or infinite in the parameters; or nothing."""
+    magnitudes = programs.largest_magnitudes(trees.float_part(params))
+    found = [(x, name) for name, x in magnitudes.items() if not math.isfinite(x)]
+    magnitudes = programs.largest_magnitudes(trees.float_part(state))
+    # An optimizer may begin with an infinity, but not with a NaN.
+    found += [
+        (x, f"the optimizer's {name}")
+        for name, x in magnitudes.items()
+        if math.isnan(x)
+    ]
+    return f"{found[0][0]} in {found[0][1]}" if found else ""
 
 
 def _report(writer, step, found) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints: what is written is restored, whole or not at all, and misfits are named."""
 
+import re
+import shutil
 import subprocess
 import sys
 
@@ -165,3 +167,66 @@ def test_state_of_another_optimizer_is_refused(written):
         ValueError, match=r"optimizer's state .*trace.*checkpoint absent"
     ):
         checkpoints.restore_optimizer(str(folder), state)
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(
+        path.read_bytes()[: path.stat().st_size // 2]
+    ),
+    "binary": lambda path: path.write_bytes(bytes(range(256))),
+}
+
+
+def files_of(folder):
+    found = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path.relative_to(folder) for path in found)
+
+
+# A restore that failed leaves futures of Orbax's behind.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_checkpoint_is_named_or_restored_in_full(tmp_path, damage):
+    normal = np.random.default_rng(0).normal(size=999)
+    params = jax.tree.map(np.float32, {"w": normal, "b": np.ones(2)})
+    whole = tmp_path / "whole"
+    manager = checkpoints.open_manager(str(whole))
+    checkpoints.save(manager, 1, params, OPTIMIZER.init(params))
+    manager.close()
+    refused = []
+    for number, name in enumerate(files_of(whole)):
+        here = tmp_path / str(number)
+        shutil.copytree(whole, here)
+        damage(here / name)
+        try:
+            found = checkpoints.restore_params(str(here), params)[1]
+            state = checkpoints.restore_optimizer(str(here), OPTIMIZER.init(params))
+        except ValueError as error:
+            refused.append(str(error))
+        else:
+            subjects.assert_same_trees(found, params)
+            subjects.assert_same_trees(state, OPTIMIZER.init(params))
+    assert len(refused) >= 4
+    for words in refused:
+        assert re.fullmatch(
+            rf"{tmp_path}/\d+/checkpoint_1/.* must be whole and readable: .*", words
+        )
+
+
+def test_a_folder_that_a_stopped_save_left_is_no_checkpoint(written):
+    folder, _, _ = written
+    left = folder / "checkpoint_15.orbax-checkpoint-tmp"
+    (left / "state").mkdir(parents=True)
+    try:
+        assert checkpoints.find(str(folder)).name == "checkpoint_12"
+        with pytest.raises(ValueError, match="is what a run left that was stopped"):
+            checkpoints.find(str(left))
+    finally:
+        shutil.rmtree(left)
+
+
+def test_a_link_that_leads_nowhere_is_no_checkpoint(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ValueError, match="loop there is nothing"):
+        checkpoints.find(str(tmp_path / "loop"))

@@ -1,5 +1,7 @@
 """The training script: it learns, resumes to the bit, and refuses what cannot be."""
 
+import shutil
+
 import jax
 import numpy as np
 import optax
@@ -8,6 +10,7 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x_fwdloss import tasks
+from t5x_fwdloss.analysis import files, lock
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.standalone import checkpoints, data, train
 
@@ -94,6 +97,69 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_not_saved(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"step 2 gives (nan|inf)"):
         run(tmp_path, learning_rate=1e30, checkpoint_period=2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith("checkpoint")]
+
+
+def breaking(learning_rate, *, params_at=None, state_at=None):
+    """SGD whose update, or whose own state, becomes NaN at a step; its loss is finite."""
+
+    def init(_):
+        return {"count": np.zeros((), np.int32), "mean": np.float32(0)}
+
+    def update(grads, state, _=None):
+        count = state["count"] + 1
+        spoil = lambda at, x: (
+            x if at is None else jax.numpy.where(count == at, np.nan, x)
+        )
+        updates = jax.tree.map(lambda g: spoil(params_at, -learning_rate * g), grads)
+        return updates, {"count": count, "mean": spoil(state_at, state["mean"])}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("params_at", "nan in .*kernel|nan in .*embedding|nan in .*scale"),
+        ("state_at", "nan in the optimizer's mean"),
+    ],
+)
+def test_what_an_update_breaks_is_not_saved_and_the_run_goes_on(tmp_path, where, words):
+    broken = breaking(1e-3, **{where: 2})
+    with pytest.raises(
+        NonFiniteLossError, match=f"step 2 gives ({words}).*checkpoint_1"
+    ):
+        run(tmp_path, 2, optimizer=broken, checkpoint_period=1)
+    names = [p.name for p in tmp_path.iterdir() if p.name.startswith("checkpoint")]
+    assert names == ["checkpoint_1"]
+    assert not (tmp_path / ".lock").exists()
+    assert np.isfinite(run(tmp_path, 2, optimizer=breaking(1e-3))["loss"])
+    assert params_at(tmp_path)[0] == 2
+
+
+def test_a_checkpoint_that_is_not_finite_is_named_and_the_one_before_it_taken(tmp_path):
+    first = run(tmp_path, 2, optimizer=breaking(1e-3), checkpoint_period=1)
+    params = params_at(tmp_path)[1]
+    manager = checkpoints.open_manager(str(tmp_path))
+    params["decoder"]["decoder_norm"]["scale"] = np.full(16, np.inf, np.float32)
+    state = breaking(1e-3).init(params)
+    checkpoints.save(manager, 3, params, state)
+    manager.close()
+    with pytest.raises(
+        ValueError, match="checkpoint_3 must be finite.*inf in decoder/"
+    ):
+        run(tmp_path, 4, optimizer=breaking(1e-3))
+    shutil.rmtree(tmp_path / "checkpoint_3")
+    assert run(tmp_path, 2, optimizer=breaking(1e-3)) == first
+
+
+def test_a_second_training_in_the_folder_is_refused(tmp_path):
+    path = files.user_path(tmp_path)
+    with (
+        lock.held(path / ".lock", path),
+        pytest.raises(ValueError, match="Only one run may write to"),
+    ):
+        run(tmp_path)
+    assert not [p for p in tmp_path.iterdir() if p.name != ".lock"]
 
 
 @pytest.mark.parametrize(
