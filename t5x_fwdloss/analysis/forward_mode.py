@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
 
 from t5x_fwdloss.curvature.products import directional_derivative
@@ -50,13 +51,17 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def narrowest_product(loss: Callable[..., Any], params: Any, *args: Any) -> str:
-    """The narrowest floating-point type of an operand of the loss's matrix products."""
+    """The narrowest floating-point type of an operand of the loss's matrix products.
+
+    That of the loss itself, where it multiplies no matrices.
+    """
     traced = jax.make_jaxpr(loss)(params, *args)
-    found = ["float32"]
-    for eqn in equations(traced.jaxpr):
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-            types = [v.aval.dtype for v in eqn.invars]
-            found += [
-                str(t) for t in types if jax.numpy.issubdtype(t, jax.numpy.floating)
-            ]
-    return min(found, key=lambda name: -float(jax.numpy.finfo(name).eps))
+    operands = [
+        operand
+        for eqn in equations(traced.jaxpr)
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        for operand in eqn.invars
+    ]
+    types = [str(x.aval.dtype) for x in operands or traced.jaxpr.outvars]
+    floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
+    return max(floats, key=lambda t: float(jnp.finfo(t).eps))

@@ -78,6 +78,17 @@ class LinearProduct:
         """The products with vectors stacked in front, by one compiled program."""
         return self._checked(self._product.stacked, vs, trees.unstack)
 
+    def at(self, params: PyTree) -> Callable[[PyTree], PyTree]:
+        """The product with one vector at other parameters.
+
+        Nothing is linearized for them: each product differentiates anew.
+
+        Args:
+            params: parameters of the same shapes, float32 or wider.
+        """
+        product = self._product.at(params)
+        return lambda v: self._checked(product, v, lambda _: ())
+
     def _checked(self, product, argument, one_by_one):
         with jax.default_matmul_precision(self._precision):
             found = product(argument)

@@ -40,6 +40,34 @@ class Number:
     count: int | None = None
 
 
+def with_rounding(number: Number, error: float, dtype: str) -> Number:
+    """The number with the error that rounding in the network adds to its own.
+
+    Both are added up, not in quadrature: the rounding is not drawn anew with each
+    sample or step. An interval grows by the rounding on both sides.
+
+    Args:
+        number: the number.
+        error: what rounding does to it, in its unit; 0: nothing.
+        dtype: the type that the network multiplies in.
+    """
+    if error == 0.0:
+        return number
+    interval = number.interval
+    return dataclasses.replace(
+        number,
+        error=(number.error or 0.0) + error,
+        error_kind=kind_with_rounding(number.error_kind, dtype),
+        interval=interval and (interval[0] - error, interval[1] + error),
+    )
+
+
+def kind_with_rounding(kind: str, dtype: str) -> str:
+    """What an error means that contains the rounding in a type."""
+    named = f"rounding in {dtype}"
+    return named if kind in WITHOUT_ERROR else f"{kind}, plus {named}"
+
+
 @dataclasses.dataclass(frozen=True)
 class MeasurementResult:
     """What one measurement found.

@@ -76,6 +76,7 @@ def _facts(document) -> str:
         f"({document['normalizer']['kind'].replace('_', ' ')})",
         "Parameters": f"{document['num_parameters']:,}",
         "Seed": str(document["seed"]),
+        "Activations": document["activation_dtype"],
         "Matmul precision": document["matmul_precision"],
         "Dropout": "off"
         if document["dropout_seed"] is None

@@ -217,11 +217,13 @@ class AmortizedProduct:
         """How many batches are linearized."""
         return sum(record.linearized for record in self.batches)
 
-    def _sum(self, all_residuals, apply, direct, v):
+    def _sum(self, all_residuals, apply, direct, v, params=None):
+        params = self._params if params is None else params
+
         def part(residuals, args):
             if residuals is None:
-                return direct(self._params, v, *args)
-            return apply(residuals, self._params, v, *args)
+                return direct(params, v, *args)
+            return apply(residuals, params, v, *args)
 
         pairs = list(zip(all_residuals, self._args, strict=True))
         product = lambda _, __, index: part(*pairs[index])
@@ -244,6 +246,11 @@ class AmortizedProduct:
             self._residuals, self.batches = residuals, batches
             self._say_why(error)
             return found
+
+    def at(self, params: PyTree) -> collections.abc.Callable[[PyTree], PyTree]:
+        """The map at other parameters of the same shapes, differentiated anew."""
+        none = [None] * len(self._args)
+        return lambda v: self._sum(none, self._apply, self._direct, v, params)
 
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector."""

@@ -1,6 +1,7 @@
 """What a measurement is given, and what it must be."""
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,7 @@ from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.analysis.rounding import Rounding, setting_of
 from t5x_fwdloss.curvature import preconditioner, probes, trees
 
 
@@ -133,12 +135,23 @@ class Context:
         matrix, product = self._linear
         return self._products | {matrix: product.how}
 
-    def product(self, matrix: str, block_size: int = 1) -> Callable[[PyTree], PyTree]:
+    @functools.cached_property
+    def rounding(self) -> Rounding:
+        """The network's rounding, with the type that it multiplies in."""
+        dtype = self.objective.activation_dtype(self.params)
+        setting = setting_of(self.objective.model)
+        return Rounding(dtype, self.params, self.key("rounding"), setting)
+
+    def product(
+        self, matrix: str, block_size: int = 1, at: PyTree | None = None
+    ) -> Callable[[PyTree], PyTree]:
         """The product with a matrix, one vector to one, or stacked ones to as many.
 
         Args:
             matrix: a name in `matrices.WORDS`.
             block_size: 1, or how many vectors are stacked.
+            at: other parameters, for a few products with one vector each; None: the
+                checkpoint's.
         """
         if self._linear is None or self._linear[0] != matrix:
             # What was kept for another matrix is noted, and given up first.
@@ -149,6 +162,8 @@ class Context:
             )
             self._linear = (matrix, found)
         product = self._linear[1]
+        if at is not None:
+            return product.at(at)
         return product if block_size == 1 else product.stacked
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:

@@ -7,7 +7,7 @@ import numpy as np
 
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
+from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
@@ -89,7 +89,15 @@ class SpectralDensity(OfMatrix):
                 on_step=on_step,
                 state=state,
             )
-        return result(self, self._numbers(context, samples), arrays=_arrays(samples))
+
+        def at(params):
+            product = self.product(context, at=params)
+            found = one_probe(context, self.matrix, product)
+            return {"trace": found.trace.mean, "frobenius_norm": found.frobenius_norm}
+
+        numbers = context.rounding.include(self._numbers(context, samples), at)
+        notes = context.rounding.notes
+        return result(self, numbers, arrays=_arrays(samples), notes=notes)
 
     def _numbers(self, context, samples) -> dict[str, Number]:
         count = samples.num_probes

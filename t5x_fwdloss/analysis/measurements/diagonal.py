@@ -6,11 +6,19 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer
-from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
+from t5x_fwdloss.analysis.numbers import (
+    STANDARD_ERROR,
+    MeasurementResult,
+    Number,
+    kind_with_rounding,
+    with_rounding,
+)
 from t5x_fwdloss.curvature import groups, trees
 from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
 
@@ -64,10 +72,24 @@ class HessianDiagonal:
                 on_probe=on_probe,
                 state=state,
             )
-        return self._result(context, found)
+        return self._result(context, found, self._rounding(context))
 
-    def _result(self, context, found) -> MeasurementResult:
+    def _rounding(self, context) -> PyTree | None:
+        def at(params):
+            product = context.product(self.matrix, at=params)
+            found = one_probe(context, self.matrix, product, diagonal=True)
+            return found.trace.mean, found.diagonal
+
+        return context.rounding.errors(at)
+
+    def _result(self, context, found, rounding) -> MeasurementResult:
         unit, numbers = context.curvature_unit, {}
+        dtype, kind, of_trace = context.rounding.dtype, ENTRY_ERROR, 0.0
+        if rounding is not None:
+            of_trace, entries = float(rounding[0]), rounding[1]
+            kind = kind_with_rounding(kind, dtype)
+            error = trees.add(found.diagonal_error, entries)
+            found = dataclasses.replace(found, diagonal_error=error)
         entries = groups.group_masks(context.params, by_layer(context.params))
         for name, mask in entries.items():
             label = name.replace("/", ".")
@@ -81,19 +103,18 @@ class HessianDiagonal:
             stats = _stats(*chosen)
             for extreme in ("largest", "smallest"):
                 numbers[f"{label}/{extreme}"] = Number(
-                    stats[extreme], unit, stats[f"{extreme}_error"], ENTRY_ERROR
+                    stats[extreme], unit, stats[f"{extreme}_error"], kind
                 )
             numbers[f"{label}/part_below_zero"] = Number(stats["negative"], "1")
-        numbers = {
-            "trace": Number(
-                found.trace.mean,
-                unit,
-                found.trace.standard_error,
-                STANDARD_ERROR,
-                interval=found.trace.interval,
-                count=found.trace.num_probes,
-            )
-        } | numbers
+        trace = Number(
+            found.trace.mean,
+            unit,
+            found.trace.standard_error,
+            STANDARD_ERROR,
+            interval=found.trace.interval,
+            count=found.trace.num_probes,
+        )
+        numbers = {"trace": with_rounding(trace, of_trace, dtype)} | numbers
         return result(
             self,
             numbers,
@@ -101,6 +122,7 @@ class HessianDiagonal:
             notes=(
                 "Each entry has its own sampling error: the extremes of many noisy "
                 "entries lie further out than those of the true diagonal.",
+                *context.rounding.notes,
             ),
         )
 

@@ -111,6 +111,7 @@ class DirectionalDerivatives:
         numbers["gradient_norm"] = Number(
             float(trees.norm(context.gradient())), context.slope_unit
         )
+        numbers = self._with_rounding(context, numbers)
         arrays: dict[str, np.ndarray] = {"batch_losses": shares}
         notes: list[str] = []
         with context.progress(self.name, self._num_directions(context)) as progress:
@@ -123,6 +124,7 @@ class DirectionalDerivatives:
                 numbers |= self._measure(context, label, unit, length)
                 arrays |= self._points(context, label, unit, length, numbers)
                 progress.update(note=label)
+        notes += context.rounding.notes
         return result(self, numbers, arrays=arrays, notes=tuple(notes))
 
     def _num_directions(self, context):
@@ -167,22 +169,45 @@ class DirectionalDerivatives:
         )
         return trees.axpy(-1.0, here, there)
 
+    def _with_rounding(self, context, numbers) -> dict[str, Number]:
+        # The norm of a gradient that was rounded is too large on average; its
+        # derivative along the same direction, rounded anew, is not.
+        length = numbers["gradient_norm"].value
+        if length == 0.0:
+            return numbers
+        unit = trees.scale(1.0 / length, context.gradient())
+
+        def at(params):
+            loss, slope = context.objective.jvp(params, unit)
+            return {"loss": loss, "gradient_norm": slope}
+
+        base = {name: numbers[name].value for name in ("loss", "gradient_norm")}
+        return context.rounding.include(numbers, at, base)
+
     def _measure(self, context, label, unit, length) -> dict[str, Number]:
-        objective, params = context.objective, context.params
-        _, slope = objective.jvp(params, unit)
+        objective = context.objective
+
+        def at(params):
+            _, slope = objective.jvp(context.params if params is None else params, unit)
+            product = context.product("hessian", at=params)(unit)
+            curvature = float(trees.inner(unit, product))
+            found = {"slope": slope, "curvature": curvature}
+            return found | {"step_to_minimum": -slope / curvature if curvature else 0.0}
+
         by_gradient = float(trees.inner(context.gradient(), unit))
-        product = context.product("hessian")(unit)
-        curvature = float(trees.inner(unit, product))
+        base = at(None)
+        slope, curvature = base["slope"], base["curvature"]
         found = {
             "slope": Number(
                 slope, context.slope_unit, abs(slope - by_gradient), FORWARD_REVERSE
             ),
             "curvature": Number(curvature, context.curvature_unit),
         }
-        if label.startswith("checkpoint"):
-            found["distance"] = Number(length, "θ")
         if curvature > 0:
             found["step_to_minimum"] = Number(-slope / curvature, "θ")
+        found = context.rounding.include(found, at, base)
+        if label.startswith("checkpoint"):
+            found["distance"] = Number(length, "θ")
         return {f"{label}/{name}": number for name, number in found.items()}
 
     def _points(self, context, label, unit, length, numbers) -> dict[str, np.ndarray]:

@@ -15,7 +15,13 @@ from t5x_fwdloss.analysis import vector_store
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
-from t5x_fwdloss.analysis.numbers import RESIDUAL, MeasurementResult, Number
+from t5x_fwdloss.analysis.numbers import (
+    RESIDUAL,
+    MeasurementResult,
+    Number,
+    with_rounding,
+)
+from t5x_fwdloss.analysis.rounding import NUM_DRAWS
 from t5x_fwdloss.curvature import (
     EigenpairsState,
     directions,
@@ -103,6 +109,7 @@ class Eigenpairs(OfMatrix):
             return probe if mask is None else groups.restrict(probe, mask)
 
         start = [draw(number) for number in range(self.num_starts)]
+        noise = context.rounding.of_product(self.product(context), start[0])
         saved = LanczosState(context.state_path(self.name), context.is_primary)
         state = saved.restore(start[0], EigenpairsState)
         done = 0 if state is None else state.space.num_products
@@ -130,7 +137,7 @@ class Eigenpairs(OfMatrix):
         cosines = self._cosines(context, found)
         if self.save_eigenvectors:
             self._save(context, found)
-        return self._result(context, found, cosines)
+        return self._result(context, found, cosines, noise)
 
     def _cosines(self, context, found) -> np.ndarray:
         gradient = self.vector(context, context.gradient())
@@ -145,11 +152,34 @@ class Eigenpairs(OfMatrix):
             path = context.vectors_path(self.name) / f"vector_{number}"
             vector_store.save(path, self.direction(context, vector))
 
-    def _result(self, context, found, cosines) -> MeasurementResult:
-        numbers = {}
+    def _rounding(self, context, found, noise) -> np.ndarray:
+        """What rounding does to each eigenvalue, from one product each, drawn anew.
+
+        The changes relative to the eigenvalue are much alike: all pairs share theirs.
+        Of few pairs each is drawn anew every time.
+        """
+        values, count = found.eigenvalues, len(found.eigenvalues)
+        sizes = np.abs(values) + noise * found.scale
+        turns = itertools.count()
+
+        def at(params):
+            turn, product = next(turns), self.product(context, at=params)
+            chosen = [
+                i for i in range(count) if count <= NUM_DRAWS or i % NUM_DRAWS == turn
+            ]
+            vectors = [found.eigenvectors[i] for i in chosen]
+            again = np.asarray([float(trees.inner(y, product(y))) for y in vectors])
+            changes = (again - values[chosen]) / sizes[chosen]
+            return {"relative": float(np.sqrt(np.mean(np.square(changes))))}
+
+        errors = context.rounding.errors(at, {"relative": 0.0})
+        return sizes * (0.0 if errors is None else float(errors["relative"]))
+
+    def _result(self, context, found, cosines, noise) -> MeasurementResult:
+        numbers, rounding = {}, self._rounding(context, found, noise)
         counters = {"largest": itertools.count(1), "smallest": itertools.count(1)}
         for i, end in enumerate(found.ends):
-            numbers[f"{end}_{next(counters[end])}"] = Number(
+            number = Number(
                 float(found.eigenvalues[i]),
                 self.unit(context),
                 float(found.residuals[i]),
@@ -157,6 +187,9 @@ class Eigenpairs(OfMatrix):
                 converged=bool(found.converged[i]),
                 count=found.num_steps,
             )
+            label = f"{end}_{next(counters[end])}"
+            dtype = context.rounding.dtype
+            numbers[label] = with_rounding(number, float(rounding[i]), dtype)
         for end in ("largest", "smallest"):
             of_end = [c for c, e in zip(cosines, found.ends, strict=True) if e == end]
             if of_end:
@@ -180,7 +213,7 @@ class Eigenpairs(OfMatrix):
         return result(
             self,
             numbers,
-            notes=tuple(notes),
+            notes=(*notes, *context.rounding.notes),
             arrays={
                 "eigenvalues": found.eigenvalues,
                 "residuals": found.residuals,

@@ -14,6 +14,7 @@ import numpy as np
 
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.curvature import groups, trees
 from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
@@ -114,17 +115,33 @@ class GroupTraces:
             numbers[f"{label}/mean_eigenvalue"] = number(estimate, size)
             numbers[f"{label}/parameters"] = Number(float(size), "1")
             samples[f"{label}/samples"] = estimate.samples
-        notes = ()
+        numbers = self._with_rounding(context, numbers, masks)
+        notes = context.rounding.notes
         covered = np.sum([jax.tree.leaves(mask) for mask in masks.values()], axis=0)
         if (covered != 1).any():
             paths = np.asarray(trees.leaf_paths(trees.float_part(context.params)))
             some = ", ".join(paths[covered != 1][:3])
-            notes = (
+            notes += (
                 "The groups do not add up to the whole: "
                 f"{int((covered != 1).sum())} leaves are in none or in several, such "
                 f"as {some}.",
             )
         return result(self, numbers, arrays=samples, notes=notes)
+
+    def _with_rounding(self, context, numbers, masks) -> dict[str, Number]:
+        def at(params):
+            product = context.product(self.matrix, at=params)
+            found = one_probe(context, self.matrix, product, groups=masks)
+            changed = {"trace": found.trace.mean}
+            changed["frobenius_norm"] = found.frobenius_norm
+            for name, estimate in found.groups.items():
+                size = groups.group_dimension(context.params, masks[name])
+                label = name.replace("/", ".")
+                changed[f"{label}/trace"] = estimate.mean
+                changed[f"{label}/mean_eigenvalue"] = estimate.mean / size
+            return changed
+
+        return context.rounding.include(numbers, at)
 
 
 @dataclasses.dataclass(frozen=True)

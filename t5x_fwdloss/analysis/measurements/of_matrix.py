@@ -14,12 +14,14 @@ Adafactor with a step size $\eta$ is stable while they are below $2 / \eta$ (Coh
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.measurements.context import Context
 from t5x_fwdloss.curvature import groups, preconditioning, trees
+from t5x_fwdloss.curvature.krylov import Matvec
+from t5x_fwdloss.curvature.probe_sums import ProbeEstimates, probe_estimates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,15 +89,16 @@ class OfMatrix:
         return preconditioning.apply_diagonal(root, v)
 
     def product(
-        self, context: Context, block_size: int = 1
+        self, context: Context, block_size: int = 1, at: PyTree | None = None
     ) -> Callable[[PyTree], PyTree]:
         """The product with one vector, or with stacked ones.
 
         Args:
             context: the run.
             block_size: 1, or how many vectors are stacked.
+            at: other parameters, for products with one vector; None: the checkpoint's.
         """
-        found = context.product(self.matrix, block_size)
+        found = context.product(self.matrix, block_size, at)
         if self.preconditioned:
             root = preconditioning.root(context.preconditioner())
             found = preconditioning.congruent(found, root)
@@ -105,6 +108,21 @@ class OfMatrix:
         if self.damping:
             found = _damped(found, self.damping, mask)
         return found
+
+
+def one_probe(
+    context: Context, matrix: str, product: Matvec, **settings: Any
+) -> ProbeEstimates:
+    """What a single probe tells: enough to see how far rounding moves an estimate.
+
+    Args:
+        context: the run.
+        matrix: the matrix's name, on which the probe depends.
+        product: its product with one vector.
+        **settings: groups and diagonal, as of `probe_estimates`.
+    """
+    key = context.key(f"{matrix}/one_probe")
+    return probe_estimates(product, context.params, key, num_probes=1, **settings)
 
 
 def _damped(product, damping, mask):

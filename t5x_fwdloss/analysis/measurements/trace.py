@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
+from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 
 
@@ -99,13 +99,33 @@ class Trace(OfMatrix):
                 count=found.num_probes,
             ),
         }
-        notes = ()
+        numbers = self._with_rounding(context, numbers)
+        notes = context.rounding.notes
         if found.rank is not None:
-            notes = (
+            notes += (
                 f"The subspace holds the whole range of the matrix, of rank {found.rank}:"
                 " the trace is exact up to rounding.",
             )
         return result(self, numbers, arrays={"samples": found.samples}, notes=notes)
+
+    def _with_rounding(self, context, numbers) -> dict[str, Number]:
+        size = self.dimension(context)
+
+        def at(params):
+            product = self.product(context, at=params)
+            trace = one_probe(context, self.matrix, product).trace.mean
+            return {"trace": trace, "mean_eigenvalue": trace / size}
+
+        numbers = context.rounding.include(numbers, at)
+        if self.relative_error is None:
+            return numbers
+        # More probes do not make the rounding smaller: asked for or not.
+        low, high = numbers["trace"].interval
+        met = (high - low) / 2 <= self.relative_error * abs(numbers["trace"].value)
+        return {
+            name: dataclasses.replace(x, converged=x.converged and met)
+            for name, x in numbers.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)

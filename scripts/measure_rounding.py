@@ -1,0 +1,155 @@
+"""How often the float32 value lies within the error of a number from bfloat16.
+
+    python scripts/measure_rounding.py [--shape small] [--seeds 20] [--output FILE]
+
+A T5 1.1 of the given shape with random parameters and tokens is measured twice with the
+same seeds: as it is, in bfloat16, and with its activations in float32. For slopes and
+curvatures each seed is one random direction; for eigenvalues and traces each seed is a
+run of its own, with its own parameters. Counts and the ratio of the error to the actual
+deviation are printed; `--output` names a JSON file.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+import time
+
+import benchmark_record
+import jax
+import numpy as np
+
+from t5x_fwdloss import analysis
+from t5x_fwdloss.standalone.model import StandaloneModel
+from t5x_fwdloss.standalone.network import T5Config, Transformer
+
+# Vocabulary, width, heads, width of a head, MLP, layers of encoder and decoder each.
+SHAPES = {
+    "tiny": (384, 64, 4, 16, 128, 2),
+    "half": (8064, 256, 4, 64, 512, 4),
+    "small": (32128, 512, 6, 64, 1024, 8),  # t5_1_1/small.gin
+}
+TYPES = ("bfloat16", "float32")
+
+
+def model(shape, dtype):
+    """The network of a shape, with the loss of T5's own configuration."""
+    vocabulary, width, heads, head, mlp, layers = SHAPES[shape]
+    config = T5Config(
+        vocab_size=vocabulary,
+        dtype=dtype,
+        emb_dim=width,
+        num_heads=heads,
+        num_encoder_layers=layers,
+        num_decoder_layers=layers,
+        head_dim=head,
+        mlp_dim=mlp,
+        dropout_rate=0.0,
+    )
+    return StandaloneModel(Transformer(config), loss_impl="custom_jvp", z_loss=1e-4)
+
+
+def tokens(shape, batch, length, seed):
+    """One batch of random tokens."""
+    rng = np.random.default_rng(seed)
+    inputs, targets = rng.integers(1, SHAPES[shape][0], (2, batch, length), np.int32)
+    return {
+        "encoder_input_tokens": inputs,
+        "decoder_input_tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0))),
+        "decoder_target_tokens": targets,
+        "decoder_loss_weights": np.ones((batch, length), np.float32),
+    }
+
+
+def measure(args, dtype, seed, measurements):
+    """The numbers of one run, by measurement and name."""
+    network = model(args.shape, dtype)
+    batch = tokens(args.shape, args.batch, args.length, seed)
+    params = model(args.shape, "float32").get_initial_params(
+        jax.random.key(seed), batch
+    )
+    objective = analysis.Objective.from_model(network, [batch])
+    with tempfile.TemporaryDirectory() as folder:
+        analysis.run_analysis(
+            objective,
+            params,
+            measurements=measurements,
+            output_dir=folder,
+            seed=seed,
+            memory_budget=0,
+        )
+        document = json.loads((pathlib.Path(folder) / "results.json").read_text())
+    return {
+        f"{found['name']}/{name}": number
+        for found in document["measurements"]
+        for name, number in found["numbers"].items()
+    }
+
+
+def compared(pairs):
+    """How many lie within the error, and how large the error is beside the deviation."""
+    change = np.asarray([abs(x["value"] - y["value"]) for x, y in pairs])
+    error = np.asarray([x["error"] for x, _ in pairs])
+    value = np.asarray([abs(y["value"]) for _, y in pairs])
+    return {
+        "count": len(change),
+        "within": int((change <= error).sum()),
+        "median_error_over_deviation": round(float(np.median(error / change)), 2),
+        "median_relative_deviation": float(f"{np.median(change / value):.2g}"),
+    }
+
+
+def main():
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--spectrum_seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--probes", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--output", type=pathlib.Path)
+    args = parser.parse_args()
+    start = time.monotonic()
+    report = {"environment": benchmark_record.environment(), "numbers": {}}
+    directions = analysis.DirectionalDerivatives(num_random=args.seeds, num_points=0)
+    spectrum = [
+        analysis.HessianEigenpairs(
+            num_largest=3, num_smallest=1, max_steps=args.steps, tolerance=0.01
+        ),
+        analysis.HessianTrace(num_probes=args.probes, block_size=1),
+    ]
+    runs = [
+        [
+            measure(args, dtype, seed, spectrum + [directions] * (seed == 0))
+            for dtype in TYPES
+        ]
+        for seed in range(args.spectrum_seeds)
+    ]
+    groups = {
+        f"{quantity} along random directions": [
+            tuple(run[f"directional_derivatives/random_{i}/{quantity}"] for run in pair)
+            for pair in runs[:1]
+            for i in range(args.seeds)
+        ]
+        for quantity in ("slope", "curvature")
+    }
+    names = [f"largest_{i + 1}" for i in range(3)] + ["smallest_1"]
+    groups["eigenvalues"] = [
+        tuple(run[f"hessian_eigenpairs/{name}"] for run in pair)
+        for pair in runs
+        for name in names
+    ]
+    groups["trace, same probes"] = [
+        tuple(run["hessian_trace/trace"] for run in pair) for pair in runs
+    ]
+    report["numbers"] = {name: compared(pairs) for name, pairs in groups.items()}
+    report["settings"] = {k: v for k, v in vars(args).items() if k != "output"}
+    report["seconds"] = round(time.monotonic() - start)
+    print(json.dumps(report, indent=1))
+    benchmark_record.write(report, args.output)
+
+
+if __name__ == "__main__":
+    main()
