@@ -47,6 +47,14 @@ def from_primary_doing(is_primary: bool, action: Callable[[], Any]) -> Any:
     return found
 
 
+def least(value: float) -> int:
+    """The least of all processes' values, to seven digits."""
+    if jax.process_count() == 1:
+        return int(value)
+    # In float32, because JAX's integers have 32 bits: about 2e9.
+    return int(multihost_utils.process_allgather(np.float32(value)).min())
+
+
 def wait(name: str) -> None:
     """Hold every process until all are here."""
     if jax.process_count() > 1:

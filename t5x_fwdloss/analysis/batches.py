@@ -1,5 +1,6 @@
 """The fixed list of batches of a run: checked, split, counted and hashed."""
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,12 +48,41 @@ def split(batches: Sequence[Batch], num_microbatches: int) -> list[dict[str, Any
             "num_microbatches must be at least 1 and divide the batch size: got "
             f"num_microbatches={num_microbatches}, batch size={size}."
         )
-    step = size // num_microbatches
-    return [
-        {name: x[start : start + step] for name, x in batch.items()}
-        for batch in batches
-        for start in range(0, size, step)
-    ]
+    if num_microbatches == 1:
+        return [dict(batch) for batch in batches]
+    found = []
+    for batch in batches:
+        layout = {name: _layout(x, num_microbatches) for name, x in batch.items()}
+        found += _cut(dict(batch), num_microbatches, tuple(layout.items()))
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("num", "layout"))
+def _cut(batch, num, layout):
+    # One compiled function: slices of what lies over several processes are exchanged.
+    pieces = []
+    for number in range(num):
+        piece = {}
+        for name, sharding in layout:
+            step = batch[name].shape[0] // num
+            part = batch[name][number * step : (number + 1) * step]
+            if sharding is not None:
+                part = jax.lax.with_sharding_constraint(part, sharding)
+            piece[name] = part
+        pieces.append(piece)
+    return pieces
+
+
+def _layout(x, num):
+    """The sharding of a piece, that of the batch where it divides the piece."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    try:
+        sharding.shard_shape((x.shape[0] // num, *x.shape[1:]))
+    except ValueError:
+        return None
+    return sharding
 
 
 def on_device(batch: Batch) -> dict[str, Any]:

@@ -6,11 +6,16 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import parameters
+from t5x_fwdloss.analysis import agreement, parameters
 from t5x_fwdloss.analysis.finite import check_finite
 from t5x_fwdloss.analysis.programs import all_finite, largest_magnitudes
-from t5x_fwdloss.curvature import trees
-from t5x_fwdloss.curvature.amortized import FOLDED, AmortizedProduct, LinearMap
+from t5x_fwdloss.curvature import amortized, trees
+from t5x_fwdloss.curvature.amortized import (
+    FOLDED,
+    SHARE,
+    AmortizedProduct,
+    LinearMap,
+)
 
 
 class LinearProduct:
@@ -41,6 +46,9 @@ class LinearProduct:
             blame: called with a vector whose product is not finite; raises an error
                 that says where, if it can.
         """
+        if memory_budget is None:
+            # Agreed: a process with less memory would compile other functions.
+            memory_budget = agreement.least(SHARE * amortized.free_bytes())
         self._name, self._precision, self._blame = name, precision, blame
         constrained = LinearMap(
             linear_map.linearize,

@@ -6,9 +6,11 @@ taken once, none is 1.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from t5x_fwdloss import losses
@@ -71,14 +73,15 @@ def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Norma
         return Normalizer("sum", 1.0)
     if not isinstance(name, str):
         return Normalizer("constant", _positive(float(factor), "the constant"))
-    parts = [
-        losses.get_loss_normalizing_factor_and_weights(factor, batch)[0]
-        for batch in batches
-    ]
-    kind = KINDS[name.upper()]
+    kind = KINDS.get(name.upper(), name)
     # In float64 on the host: the sum of many float32 counts would round.
-    total = sum(float(np.asarray(part)) for part in parts)
+    total = sum(float(_normalizer(dict(batch), factor)) for batch in batches)
     return Normalizer(kind, _positive(total, f"the number of {kind.replace('_', ' ')}"))
+
+
+@functools.partial(jax.jit, static_argnames="factor")
+def _normalizer(batch, factor):
+    return losses.get_loss_normalizing_factor_and_weights(factor, batch)[0]
 
 
 def _positive(total: float, what: str) -> float:

@@ -27,7 +27,7 @@ from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.programs import Programs, all_finite, largest_magnitudes
 from t5x_fwdloss.analysis.token_loss import TokenLoss
-from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.curvature import in_flight, probes, trees
 from t5x_fwdloss.curvature.operators import stacked
 from t5x_fwdloss.curvature.products import directional_derivative, gradient
 from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
@@ -384,16 +384,19 @@ class Objective:
     def _scalars(self, name, function, params, *directions):
         program = self._programs.scalars(name, function, params)
         params = parameters.widened(params)
-        return jax.device_get(
-            [program(params, *directions, *pair) for pair in self._pairs()]
-        )
+        found = [
+            in_flight.limited(number, program(params, *directions, *pair))
+            for number, pair in enumerate(self._pairs())
+        ]
+        return jax.device_get(found)
 
     def _vector(self, name, function, params, *directions, stack=None):
         program = self._programs.sums(name, function, params, stack=stack)
         params = parameters.widened(params)
         total = self._programs.zeros(params, stack=stack)
-        for pair in self._pairs():
+        for number, pair in enumerate(self._pairs()):
             total = program(total, params, *directions, *pair)
+            in_flight.limited(number, total)
         if not all_finite(total):
             # Once more, batch by batch, to say where it happened.
             zeros = lambda: self._programs.zeros(params, stack=stack)

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from t5x_fwdloss.curvature import in_flight, trees
 from t5x_fwdloss.curvature import rows as row_ops
 from t5x_fwdloss.curvature import shardings as shardings_lib
-from t5x_fwdloss.curvature import trees
 
 # Rows that one program reads.
 ROWS = 4
@@ -74,14 +74,17 @@ class Basis:
         # One by one at the end: a program for each remainder is not worth compiling.
         groups = [self._rows(first, ROWS) for first in range(0, whole, ROWS)]
         groups += [self._rows(index, 1) for index in range(whole, self.size)]
-        parts = [row_ops.measure(rows, w, shardings=self.shardings) for rows in groups]
+        parts = [
+            in_flight.limited(i, row_ops.measure(rows, w, shardings=self.shardings))
+            for i, rows in enumerate(groups)
+        ]
         parts = [np.asarray(part, np.float64) for part in parts]
         return np.concatenate([*parts, np.zeros(0)])
 
     def subtract(self, w: PyTree, coefficients: np.ndarray) -> PyTree:
         """`w` minus the vector with the given coefficients; one read, `w` is donated."""
         dtype = trees.widest_dtype(*jax.tree.leaves(w))
-        for first in range(0, self.size, ROWS):
+        for number, first in enumerate(range(0, self.size, ROWS)):
             part = np.asarray(coefficients[first : first + ROWS], np.float64)
             if not part.any():
                 continue
@@ -89,6 +92,7 @@ class Basis:
             rows += rows[:1] * (ROWS - len(rows))  # one program: the rest times zero
             c = jnp.asarray(np.r_[part, np.zeros(ROWS - len(part))], dtype)
             w = row_ops.subtract(w, rows, c, shardings=self.shardings)
+            in_flight.limited(number, w)
         return w
 
     def combination(self, coefficients: np.ndarray) -> PyTree:
@@ -102,10 +106,11 @@ class Basis:
         """The basis of the columns of `rotation`, `[size, n]`; this one stays as it is."""
         result = Basis(self._like, on_host=self.on_host)
         result.shardings = self.shardings
-        for column in rotation.T:
+        for number, column in enumerate(rotation.T):
             (used,) = np.nonzero(column)
             kept = len(used) == 1 and column[used[0]] == 1.0
-            result._add(self.row(int(used[0])) if kept else self.combination(column))
+            new = self.row(int(used[0])) if kept else self.combination(column)
+            result._add(in_flight.limited(number, new))
         return result
 
     def gram(self) -> Float[np.ndarray, "size size"]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import krylov, trees
+from t5x_fwdloss.curvature import in_flight, krylov, trees
 
 Product = collections.abc.Callable[..., PyTree]
 
@@ -53,8 +53,9 @@ def summed(
         total = product(params, v, *batches[0])
         if not fresh:
             total = trees.scale(1.0, total)
-        for batch in batches[1:]:
-            total = _accumulate(total, product(params, v, *batch))
+        for number, batch in enumerate(batches[1:]):
+            part = product(params, v, *batch)
+            total = in_flight.limited(number, _accumulate(total, part))
         return total if factor == 1.0 else trees.scale(factor, total)
 
     return matvec

@@ -103,6 +103,7 @@ def _wide(leaf: Array) -> Array:
     return leaf.astype(vector_dtype(leaf))
 
 
+@jax.jit
 def leaf_inners(u: PyTree, v: PyTree) -> Float[Array, " leaves"]:
     """The inner product of each pair of leaves, in float32 or wider."""
 
@@ -161,9 +162,14 @@ def as_vector(tree: PyTree) -> PyTree:
     return jax.tree.map(_wide, float_part(tree))
 
 
+@jax.jit
+def _stack(vectors):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *vectors)
+
+
 def stack(vectors: collections.abc.Sequence[PyTree]) -> PyTree:
     """Vectors stacked along a new first axis of each leaf."""
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *vectors)
+    return _stack(list(vectors))
 
 
 @jax.jit

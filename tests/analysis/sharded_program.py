@@ -9,6 +9,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from t5x_fwdloss import curvature
 from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, checksum
 from t5x_fwdloss.analysis.measurements import Context
 
@@ -32,6 +33,25 @@ def numbers(objective, params):
         found |= measurement.run(context).numbers
     skipped = ("orthogonality", "num_products")
     return {k: x.value for k, x in found.items() if k not in skipped}
+
+
+def many(params, place):
+    """Numbers of sums over more batches than a device lets wait, and of a large basis."""
+    batches = [jax.tree.map(place, batch) for batch in toy.batches(4, num=160)]
+    objective = runs.objective(batches)
+    v = objective.gradient(params)
+    product = objective.linear_product("hessian", params)(v)
+    basis = curvature.Basis(v)
+    for number in range(160):
+        basis.append(v, float(number))
+    return {
+        "num_batches": len(batches),
+        "loss": objective.value(params),
+        "slope": objective.jvp(params, v)[1],
+        "gradient": float(curvature.norm(v)),
+        "product": float(curvature.norm(product)),
+        "basis": float(np.sum(basis.coefficients(basis.combination(np.ones(160))))),
+    }
 
 
 def main():
@@ -67,6 +87,7 @@ def main():
                 "kept": kept,
                 "hash": objective.batches_hash,
                 "checksum": checksum.checksum(params),
+                "many": many(params, place(P("data"))),
                 "numbers": numbers(objective, params),
             }
         )

@@ -47,3 +47,10 @@ def test_numbers_equal_those_of_one_device(sharded):
     assert set(alone) == set(sharded["numbers"])
     for name, value in alone.items():
         assert sharded["numbers"][name] == pytest.approx(value, rel=1e-5, abs=1e-7)
+
+
+def test_more_batches_and_vectors_than_may_wait_at_one_time_are_summed(sharded):
+    # Where they were not, all devices stood still for ever.
+    alone = sharded_program.many(sharded_program.toy.parameters(), lambda x: x)
+    assert alone["num_batches"] == 40
+    assert sharded["many"] == pytest.approx(alone, rel=1e-5)

@@ -1,0 +1,95 @@
+"""Every measurement on two real processes of two devices each: it ends, and is right."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from . import two_processes
+
+# Two processes on two cores, on a machine that is busy.
+pytestmark = pytest.mark.timeout(900)
+
+# Differ with the mesh or from run to run: memory, times, numbers of products, rounding.
+SKIPPED = ("time", "memory", "orthogonality", "num_products")
+
+
+def start_both(repository, *argv, **env):
+    """The same program as two processes that find each other."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.analysis.two_processes", *map(str, argv)]
+    environment = os.environ | {
+        "PYTHONPATH": str(repository),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
+        # Machine code need not be fast.
+        "--xla_backend_optimization_level=0",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        **env,
+    }
+    return [
+        subprocess.Popen(
+            [*command, f"localhost:{port}", "2", str(index)],
+            cwd=repository,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+
+
+def finish(processes, timeout):
+    """Output and errors of each; all are killed when the time is over."""
+    try:
+        return [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def numbers(folder):
+    document = json.loads((folder / "results.json").read_text())
+    return {
+        f"{measured['name']}/{name}": number["value"]
+        for measured in document["measurements"]
+        for name, number in measured["numbers"].items()
+        if not any(part in name for part in SKIPPED)
+    }
+
+
+@pytest.fixture(scope="module")
+def both(repository, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("both")
+    processes = start_both(repository, folder)
+    outputs = finish(processes, timeout=500)
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+    return folder, [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def test_every_measurement_gives_what_one_process_gives(both, tmp_path):
+    assert two_processes.run(tmp_path) == 0
+    alone, together = numbers(tmp_path), numbers(both[0])
+    assert set(alone) == set(together)
+    assert len(alone) > 100
+    for name, value in alone.items():
+        assert together[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_what_is_spread_over_processes_is_touched_by_compiled_functions_only(both):
+    for said in both[1]:
+        assert said["one_by_one"] == []
+
+
+def test_how_many_batches_are_linearized_is_agreed(both):
+    # One process has memory for a few batches, the other for all.
+    products = json.loads((both[0] / "results.json").read_text())["products"]
+    number, total = map(int, re.match(r"(\d+) of (\d+)", products["hessian"]).groups())
+    assert 0 < number < total

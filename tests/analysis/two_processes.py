@@ -1,0 +1,164 @@
+"""One process of an analysis of the toy model on a mesh of 2 x 2 devices.
+
+    python -m tests.analysis.two_processes OUTPUT_DIR [ADDRESS COUNT INDEX]
+
+Alone without an address. Standard output has, as JSON, the operations that touched
+arrays of several processes and were no compiled function of this package.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import sys
+
+import jax
+import numpy as np
+from jax._src import pjit
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from t5x_fwdloss import analysis
+from t5x_fwdloss.curvature import amortized
+
+from . import toy
+
+SMALL = {
+    "num_probes": 2,
+    "num_steps": 3,
+    "num_random": 1,
+    "num_points": 2,
+    "num_largest": 1,
+    "num_smallest": 1,
+    "max_steps": 6,
+    "tolerance": 0.3,
+    "num_rounds": 2,
+}
+LITTLE_MEMORY = 2000
+
+
+def small(kind, /, **settings):
+    """A measurement by its class, with counts that take little time."""
+    cls = getattr(analysis, kind)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    given = {k: v for k, v in SMALL.items() if k in fields}
+    return cls(**given | settings)
+
+
+def all_measurements():
+    """Those of ALL_MEASUREMENTS, and settings that take other paths than the default."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    text = (root / "configs" / "runs" / "analyze.gin").read_text()
+    listed = re.search(r"^ALL_MEASUREMENTS = \[(.*?)^\]", text, re.M | re.S)[1]
+    found = [small(name) for name in re.findall(r"@analysis\.(\w+)\(\)", listed)]
+    eigenpairs = small(
+        "HessianEigenpairs",
+        name="block",
+        group="dense/kernel",
+        preconditioned=True,
+        damping=0.1,
+        save_eigenvectors=True,
+    )
+    return [
+        *found,
+        small("HessianTrace", name="xtrace", estimator="xtrace"),
+        small("GaussNewtonTrace", name="hutchpp", estimator="hutch++", sketch_size=2),
+        eigenpairs,
+        small(
+            "DirectionalDerivatives",
+            name="directions",
+            along_preconditioned_gradient=True,
+            random_normalization="filter",
+            eigenvectors_of="block",
+            checkpoints=("/other",),
+        ),
+    ]
+
+
+def spec(x):
+    """The last axis that two divides, over `model`."""
+    axes = [i for i, size in enumerate(x.shape) if size % 2 == 0]
+    return PartitionSpec(
+        *(["model" if i in axes[-1:] else None for i in range(x.ndim)])
+    )
+
+
+def placed(mesh, tree, spec_of):
+    """The tree's arrays on the mesh, or as they are without one."""
+    if mesh is None:
+        return jax.tree.map(jax.numpy.asarray, tree)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_callback(
+            np.shape(x), NamedSharding(mesh, spec_of(x)), np.asarray(x).__getitem__
+        ),
+        tree,
+    )
+
+
+def run(output_dir, mesh=None, measurements=None, **settings):
+    """The analysis; the same on every mesh and number of processes."""
+    params, other = (jax.tree.map(np.asarray, toy.parameters(seed)) for seed in (0, 1))
+    moment = jax.tree.map(lambda x: np.square(x) + 0.01, other)
+    batches = [
+        placed(mesh, batch, lambda _: PartitionSpec("data")) for batch in toy.batches(6)
+    ]
+    model = toy.SoftmaxRegression(z_loss=0.01, factor="NUM_REAL_TARGET_TOKENS")
+    num_microbatches = settings.pop("num_microbatches", 3)
+    objective = analysis.Objective.from_model(
+        model, batches, num_microbatches=num_microbatches
+    )
+    host = analysis.HostInfo(
+        checkpoint="/model/checkpoint_3",
+        step=3,
+        mesh=mesh,
+        load_params=lambda _: placed(mesh, other, spec),
+        load_second_moment=lambda: placed(mesh, moment, spec),
+    )
+    return analysis.run_analysis(
+        objective,
+        placed(mesh, params, spec),
+        measurements=measurements or all_measurements(),
+        output_dir=output_dir,
+        host=host,
+        **settings,
+    )
+
+
+def watch():
+    """A list that fills with operations of JAX that were issued one by one."""
+    found: list[str] = []
+    original = pjit._pjit_call_impl_python
+    library = os.path.dirname(pjit.__file__)
+
+    def call(*args, jaxpr, name, **params):
+        spread = [
+            x for x in args if isinstance(x, jax.Array) and not x.is_fully_addressable
+        ]
+        # The first call of every compiled function comes by here; eager operations are
+        # compiled functions that JAX made itself.
+        if spread and library in str(jaxpr.jaxpr.debug_info.func_src_info):
+            found.append(f"{name} of {spread[0].shape}")
+        return original(*args, jaxpr=jaxpr, name=name, **params)
+
+    pjit._pjit_call_impl_python = call
+    return found
+
+
+def main(output_dir, address=None, count="1", index="0"):
+    """Joins the others, measures, prints."""
+    mesh = None
+    if address:
+        jax.distributed.initialize(address, int(count), int(index))
+        devices = np.asarray(jax.devices()).reshape(2, 2)
+        mesh = Mesh(devices, ("data", "model"))
+    if index == "1":
+        # Enough for some batches: what is kept must be agreed.
+        amortized.free_bytes = lambda: LITTLE_MEMORY
+    found = watch()
+    status = run(output_dir, mesh)
+    sys.stdout.write("\n" + json.dumps({"one_by_one": found}) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
