@@ -19,7 +19,7 @@ from etils import epath
 from flax.core import FrozenDict, unfreeze
 from t5x import checkpoints, partitioning, state_utils, utils
 
-from t5x_fwdloss.analysis import progress
+from t5x_fwdloss.analysis import files, progress
 
 # A checkpoint that does not fit differs in few names or in all: three are enough.
 NUM_NAMED = 3
@@ -98,14 +98,15 @@ class Restorer:
         Raises:
             ValueError: it restores nothing.
         """
-        state, _ = utils.create_checkpoint_manager_and_restore(
-            self._initializer,
-            self._partitioner,
-            cfg,
-            found,
-            fallback_init_rng=None,
-            use_orbax=self._use_orbax,
-        )
+        with files.reading(found):
+            state, _ = utils.create_checkpoint_manager_and_restore(
+                self._initializer,
+                self._partitioner,
+                cfg,
+                found,
+                fallback_init_rng=None,
+                use_orbax=self._use_orbax,
+            )
         if state is None:
             raise ValueError(f"T5X could not restore the checkpoint {found}.")
         step = int(np.asarray(utils.get_local_data(state.step)))
@@ -223,9 +224,10 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
     state = root / "state"
     for folder in (state, root):
         if (folder / "_METADATA").exists():
-            metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
-            tree = getattr(metadata, "tree", metadata)
-            return _shapes(tree.get("target", {}))
+            with files.reading(folder):
+                metadata = ocp.PyTreeCheckpointHandler().metadata(folder)
+                tree = getattr(metadata, "tree", metadata)
+                return _shapes(tree.get("target", {}))
     if (root / "checkpoint").exists():
         try:
             found = checkpoints.load_t5x_checkpoint(path, lazy_parameters=True)

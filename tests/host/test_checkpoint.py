@@ -210,3 +210,34 @@ def test_t5x_s_older_format_restores_and_its_shapes_are_read(tmp_path, how, capl
     assert f"Restoring {path}" in caplog.messages
     assert (restored.step, restored.path) == (0, path)
     subjects.assert_close(restored.params, state.params, 0.0)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", bytes(range(256)), b"[1]"])
+def test_damaged_metadata_is_named(tmp_path, content):
+    from t5x_fwdloss.host import checkpoint
+
+    path = tmp_path / "checkpoint_5"
+    (path / "state").mkdir(parents=True)
+    (path / "state" / "_METADATA").write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}/state must be whole and readable: "):
+        checkpoint.parameter_shapes(str(path))
+
+
+def test_what_t5x_cannot_read_is_named(tmp_path, monkeypatch):
+    """As Orbax says it of a truncated array: an exception of no class of its own."""
+    from t5x import utils
+
+    from t5x_fwdloss.host import checkpoint
+
+    def fail(*_, **__):
+        raise Exception("Encountered error while reading array index: 0.\nSee below.")
+
+    monkeypatch.setattr(utils, "create_checkpoint_manager_and_restore", fail)
+    restorer = checkpoint.Restorer.__new__(checkpoint.Restorer)
+    restorer._initializer = restorer._partitioner = None
+    restorer._use_orbax = True
+    with pytest.raises(
+        ValueError,
+        match=f"{tmp_path} must be whole and readable: Encountered .* index: 0. If it",
+    ):
+        restorer._restored(None, str(tmp_path))
