@@ -31,7 +31,9 @@ from flax import linen as nn
 from t5x import models as t5x_models
 from t5x import partitioning, utils
 
-from t5x_fwdloss.host import checkpoint, dataset, gin_sentences, second_moment
+from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
+from t5x_fwdloss.host import optimizer as host_optimizer
 
 
 def analyze(
@@ -54,6 +56,7 @@ def analyze(
     use_orbax: bool = True,
     memory_budget: int | None = None,
     folding: bool = True,
+    learning_rate_fn: optimizer_lib.LearningRate | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -78,6 +81,8 @@ def analyze(
         memory_budget: bytes a device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
+            of stability beside preconditioned eigenvalues.
         config_text: the gin configuration, kept with the results.
 
     Raises:
@@ -122,8 +127,8 @@ def analyze(
         step=restored.step,
         mesh=partitioner.mesh,
         load_params=lambda path: restorer.restore(path).params,
-        load_second_moment=lambda: second_moment.load(
-            initializer(model.optimizer_def), *where
+        load_preconditioner=lambda: host_optimizer.load(
+            initializer(model.optimizer_def), *where, learning_rate=learning_rate_fn
         ),
         is_primary=is_primary,
         config_text=config_text,

@@ -33,6 +33,7 @@ from t5x_fwdloss.analysis.folder import RunFolder, check_names
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
 from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.table import print_line, print_table
 from t5x_fwdloss.curvature import NonFiniteError, probes, trees
 
@@ -46,8 +47,7 @@ class HostInfo:
         step: its training step.
         mesh: the device mesh, if there is one.
         load_params: path of another checkpoint to its parameters, laid out alike.
-        load_second_moment: the second moment in the state of the checkpoint's optimizer,
-            a tree like the parameters.
+        load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
         is_primary: whether this process writes; by default JAX's process 0.
         config_text: the run's configuration, kept as `config.gin`.
         task: name of the task or mixture that the batches come from.
@@ -57,7 +57,7 @@ class HostInfo:
     step: int | None = None
     mesh: Any = None
     load_params: Callable[[str], PyTree] | None = None
-    load_second_moment: Callable[[], PyTree] | None = None
+    load_preconditioner: Callable[[], Preconditioner] | None = None
     is_primary: bool | None = None
     config_text: str = ""
     task: str = ""
@@ -114,7 +114,7 @@ def run_analysis(
         is_primary=host.primary,
         memory_budget=memory_budget,
         fold=fold,
-        load_second_moment=host.load_second_moment,
+        load_preconditioner=host.load_preconditioner,
         vectors_path=folder.vectors_path,
     )
     for measurement in measurements:

@@ -47,9 +47,8 @@ from t5x_fwdloss.curvature.operators import summed as summed
 from t5x_fwdloss.curvature.preconditioning import apply_diagonal as apply_diagonal
 from t5x_fwdloss.curvature.preconditioning import congruent as congruent
 from t5x_fwdloss.curvature.preconditioning import (
-    factored_second_moment as factored_second_moment,
+    small_gradient_response as small_gradient_response,
 )
-from t5x_fwdloss.curvature.preconditioning import preconditioner as preconditioner
 from t5x_fwdloss.curvature.probe_sums import ProbeEstimates as ProbeEstimates
 from t5x_fwdloss.curvature.probe_sums import ProbeState as ProbeState
 from t5x_fwdloss.curvature.probe_sums import probe_estimates as probe_estimates

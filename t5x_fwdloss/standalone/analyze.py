@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import optax
 
 from t5x_fwdloss import analysis
-from t5x_fwdloss.analysis import progress, second_moment
+from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis import progress
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -52,6 +54,8 @@ def analyze(
     matmul_precision: str = "highest",
     memory_budget: int | None = None,
     folding: bool = True,
+    optimizer: optax.GradientTransformation | None = None,
+    learning_rate: optimizer_lib.LearningRate | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -72,6 +76,9 @@ def analyze(
         memory_budget: bytes a device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        optimizer: that of the training, for what is preconditioned.
+        learning_rate: its learning rate, or the schedule of it, where it cannot be told
+            from the optimizer itself.
         config_text: the gin configuration, kept with the results.
     """
     check_no_other_loss(model)
@@ -93,8 +100,15 @@ def analyze(
         checkpoint=path,
         step=step,
         load_params=lambda other: checkpoints.restore_params(other, like)[1],
-        load_second_moment=lambda: second_moment.from_state(
-            checkpoints.restore_optimizer_state(path), params
+        load_preconditioner=(
+            None
+            if optimizer is None
+            else lambda: optimizer_lib.of_update(
+                optimizer.update,
+                checkpoints.restore_optimizer(path, optimizer.init(params)),
+                params,
+                learning_rate=optimizer_lib.at_step(learning_rate, step),
+            )
         ),
         config_text=config_text,
         task=dataset.mixture_or_task_name,

@@ -124,27 +124,19 @@ def restore_optimizer(path: str, like: Any) -> Any:
 
     A checkpoint that has none is refused (`ValueError`).
     """
-    folder = _optimizer_folder(path, "start from it in a new MODEL_DIR")
+    folder = _optimizer_folder(path)
     found = _shapes(_stored(folder).get("optax", {}))
     check_same(_shapes(like), found, folder.parent, what="optimizer's state")
     return _restored(folder, {"optax": like})["optax"]
 
 
-def restore_optimizer_state(path: str) -> Any:
-    """The optimizer's state as it was saved, for which no optimizer is needed.
-
-    A checkpoint that has none is refused (`ValueError`).
-    """
-    folder = _optimizer_folder(path, "use python -m t5x_fwdloss.analyze")
-    return _restored(folder, _stored(folder))["optax"]
-
-
-def _optimizer_folder(path: str, advice: str) -> epath.Path:
+def _optimizer_folder(path: str) -> epath.Path:
     folder = find(path)
     if not (folder / "optimizer").is_dir():
         raise ValueError(
-            f"{folder} must hold the optimizer's state: it does not (T5X wrote it?); "
-            f"{advice}."
+            f"{folder} must hold the optimizer's state: it does not (T5X wrote it?); to "
+            "train, start from it in a new MODEL_DIR; to analyze, use python -m "
+            "t5x_fwdloss.analyze."
         )
     return folder / "optimizer"
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import logging
 from clu import metric_writers
@@ -132,24 +131,6 @@ def train(
                 _check_before_saving(params, state, step, manager.latest_step())
                 checkpoints.save(manager, step, params, state)
         return report(total_steps, seen)
-
-
-def rsqrt_schedule(base_learning_rate: float, warmup_steps: int) -> optax.Schedule:
-    """T5's learning rate: base * min(1, step / warmup) / sqrt(max(step, warmup)).
-
-    It does not depend on how long the run is, so that a run can be prolonged.
-
-    Raises:
-        ValueError: if there is no warmup.
-    """
-    if warmup_steps < 1:
-        raise ValueError(f"WARMUP_STEPS must be at least 1: got {warmup_steps}.")
-
-    def schedule(step):
-        warm = jnp.minimum(1.0, step / warmup_steps)
-        return base_learning_rate * warm / jnp.sqrt(jnp.maximum(step, warmup_steps))
-
-    return schedule
 
 
 def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformation):

@@ -54,16 +54,6 @@ def test_optimizer_state_comes_back_to_the_bit(written):
     subjects.assert_same_trees(restored, state)
 
 
-def test_optimizer_state_is_read_without_the_optimizer(written):
-    folder, _, state = written
-    found = checkpoints.restore_optimizer_state(str(folder))
-    assert len(found) == len(state)  # optax's chain, and nothing beside it
-    for leaf, expected in zip(
-        jax.tree.leaves(found), jax.tree.leaves(state), strict=True
-    ):
-        np.testing.assert_array_equal(leaf, expected)
-
-
 def test_an_optimizer_without_state_is_saved_too(tmp_path):
     params = {"w": np.ones(2, np.float32)}
     state = optax.sgd(0.1).init(params)

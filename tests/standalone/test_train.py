@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from t5x_fwdloss import tasks
 from t5x_fwdloss.analysis import files, lock
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
-from t5x_fwdloss.standalone import checkpoints, data, train
+from t5x_fwdloss.standalone import checkpoints, data, schedules, train
 
 from . import subjects
 
@@ -182,12 +182,12 @@ def test_a_vocabulary_too_small_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_the_schedule_warms_up_and_decays_with_the_root_of_the_step():
-    schedule = train.rsqrt_schedule(2.0, warmup_steps=4)
+    schedule = schedules.rsqrt_schedule(2.0, warmup_steps=4)
     steps = [0, 1, 4, 16, 100]
     expected = [0.0, 0.25, 1.0, 0.5, 0.2]
     np.testing.assert_allclose([schedule(step) for step in steps], expected, rtol=1e-6)
     with pytest.raises(ValueError, match="WARMUP_STEPS must be at least 1: got 0"):
-        train.rsqrt_schedule(2.0, warmup_steps=0)
+        schedules.rsqrt_schedule(2.0, warmup_steps=0)
 
 
 def test_the_mean_of_metrics_weighs_tokens():

@@ -14,9 +14,10 @@ from t5x_fwdloss.analysis import agreement, vector_store
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.progress import Progress
 from t5x_fwdloss.analysis.rounding import Rounding, setting_of
-from t5x_fwdloss.curvature import preconditioner, probes, trees
+from t5x_fwdloss.curvature import probes, trees
 
 
 @dataclasses.dataclass
@@ -32,8 +33,7 @@ class Context:
         is_primary: whether this process writes and shows progress.
         memory_budget: bytes a device that products may keep; None: half of the free.
         fold: whether linearized products are rewritten to read less memory.
-        load_second_moment: the second moment of the gradient, a tree like the float
-            parameters, out of the state of the checkpoint's optimizer.
+        load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
         vectors_path: measurement name to the folder where it leaves vectors.
         vectors: measurement name to how many vectors it will leave.
     """
@@ -46,11 +46,11 @@ class Context:
     is_primary: bool = True
     memory_budget: int | None = None
     fold: bool = True
-    load_second_moment: Callable[[], PyTree] | None = None
+    load_preconditioner: Callable[[], Preconditioner] | None = None
     vectors_path: Callable[[str], epath.Path] | None = None
     vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
-    _preconditioner: PyTree | None = dataclasses.field(default=None, init=False)
+    _preconditioner: Preconditioner | None = dataclasses.field(default=None, init=False)
     _linear: tuple[str, LinearProduct] | None = dataclasses.field(
         default=None, init=False
     )
@@ -83,33 +83,32 @@ class Context:
             self._gradient = self.objective.gradient(self.params)
         return self._gradient
 
-    def check_second_moment(self, what: str) -> None:
+    def check_preconditioner(self, what: str) -> None:
         """Refuse what needs the optimizer's state where it cannot be read.
+
+        The state is read here, before anything is measured.
 
         Raises:
             ValueError: names `what`.
         """
-        if self.load_second_moment is None:
+        if self.load_preconditioner is None:
             raise ValueError(
                 f"{what} needs a run that can read the state of the checkpoint's "
                 "optimizer: this one has no way to."
             )
+        self.preconditioner()
 
-    def preconditioner(self) -> PyTree:
-        r"""The diagonal $1 / (\sqrt v + \epsilon)$ of the optimizer, computed once.
+    def preconditioner(self) -> Preconditioner:
+        """What the checkpoint's optimizer multiplies a gradient by, computed once.
 
-        A checkpoint without a second moment that is known here raises `ValueError`.
+        A checkpoint without the state of the optimizer raises `ValueError`.
         """
         if self._preconditioner is None:
-            self.check_second_moment("A preconditioner")
-            assert self.load_second_moment is not None
-            moment = self.load_second_moment()
+            assert self.load_preconditioner is not None
+            found = self.load_preconditioner()
             here = trees.float_part(self.params)
-            trees.check_like(moment, here, "second moment")
-            moment = jax.tree.map(
-                lambda x, y: jax.device_put(x, y.sharding), moment, here
-            )
-            self._preconditioner = preconditioner(moment)
+            trees.check_like(found.diagonal, here, "preconditioner")
+            self._preconditioner = found
         return self._preconditioner
 
     def saved_vectors(self, name: str) -> list[PyTree]:

@@ -36,7 +36,8 @@ class SpectralDensity(OfMatrix):
         basis_on_host: whether the Lanczos vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
         group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
+            by at its step.
         damping: what is added to every eigenvalue.
     """
 

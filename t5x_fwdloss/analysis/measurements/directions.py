@@ -39,8 +39,8 @@ class DirectionalDerivatives:
     Attributes:
         name: name in the results.
         along_gradient: whether the normalized gradient is a direction.
-        along_preconditioned_gradient: whether the gradient over the root of the second
-            moment in the checkpoint's optimizer state is one.
+        along_preconditioned_gradient: whether the gradient times what the checkpoint's
+            optimizer multiplies it by is one.
         num_random: number of seeded random directions, Gaussian.
         random_normalization: 'vector' takes them as they are; 'leaf' and 'filter' give
             each parameter, or each filter of it, the norm that it has in the checkpoint
@@ -83,7 +83,7 @@ class DirectionalDerivatives:
                 f"{', '.join(NORMALIZATIONS)}: got {self.random_normalization!r}."
             )
         if self.along_preconditioned_gradient:
-            context.check_second_moment(
+            context.check_preconditioner(
                 "DirectionalDerivatives.along_preconditioned_gradient"
             )
         if self.eigenvectors_of and not context.vectors.get(self.eigenvectors_of):
@@ -140,7 +140,9 @@ class DirectionalDerivatives:
         if self.along_gradient:
             yield "gradient", context.gradient()
         if self.along_preconditioned_gradient:
-            product = apply_diagonal(context.preconditioner(), context.gradient())
+            product = apply_diagonal(
+                context.preconditioner().diagonal, context.gradient()
+            )
             yield "preconditioned_gradient", product
         key = context.key(f"{self.name}/random")
         for i in range(self.num_random):

@@ -52,7 +52,8 @@ class Eigenpairs(OfMatrix):
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
             `<name>_vectors`, as directions of the parameters.
         group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
+            by at its step.
         damping: what is added to every eigenvalue.
     """
 
@@ -195,10 +196,11 @@ class Eigenpairs(OfMatrix):
             if of_end:
                 overlap = float(np.sum(np.square(of_end)))
                 numbers[f"gradient_in_{end}"] = Number(overlap, "1")
+        numbers |= self.stability(context)
         numbers["orthogonality"] = Number(found.orthogonality, "1")
         numbers["num_products"] = Number(float(found.num_products), "1")
         missing = [name for name, number in numbers.items() if not number.converged]
-        notes = []
+        notes = list(self.optimizer_notes(context))
         if missing:
             notes.append(
                 f"Not converged after {found.num_steps} steps to a relative residual "

@@ -1,14 +1,13 @@
 r"""Which matrix a measurement is of: the whole, a group's block, preconditioned, damped.
 
 With $A$ the matrix that the class names, $P$ the projection on a parameter group and
-$D^2 = (\sqrt v + \epsilon)^{-1}$ the preconditioner of the checkpoint's optimizer (second
-moment $v$), it is
+$D^2$ the diagonal that the checkpoint's optimizer multiplies a gradient by at its step,
+up to its learning rate (see `t5x_fwdloss.analysis.optimizer`), it is
 
 $$ P D A D P + \lambda P, \qquad D = I \text{ unless preconditioned}, $$
 
-a map on the group alone. $D A D$ has the eigenvalues of $D^2 A$: a step of Adam or
-Adafactor with a step size $\eta$ is stable while they are below $2 / \eta$ (Cohen et al.
-2022, section 2; Adafactor's own relative step sizes come on top).
+a map on the group alone, and on the parameters that the optimizer trains. $D A D$ has
+the eigenvalues of $D^2 A$, which decide whether steps are stable.
 """
 
 import dataclasses
@@ -16,9 +15,11 @@ import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.measurements.context import Context
+from t5x_fwdloss.analysis.numbers import Number
 from t5x_fwdloss.curvature import groups, preconditioning, trees
 from t5x_fwdloss.curvature.krylov import Matvec
 from t5x_fwdloss.curvature.probe_sums import ProbeEstimates, probe_estimates
@@ -31,7 +32,8 @@ class OfMatrix:
     Attributes:
         group: a regular expression for the whole path of parameters, such as
             'decoder/.*': only their diagonal block is measured; None: all of it.
-        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
+            by at its step.
         damping: what is added to every eigenvalue.
     """
 
@@ -49,18 +51,34 @@ class OfMatrix:
                 damping is not finite, or the run cannot read an optimizer's state.
         """
         context.objective.check_matrix(self.matrix)
-        self.mask(context)
         title = type(self).__name__
         if not math.isfinite(self.damping):
             raise ValueError(f"{title}.damping must be finite: got {self.damping}.")
         if self.preconditioned:
-            context.check_second_moment(f"{title}.preconditioned")
+            context.check_preconditioner(f"{title}.preconditioned")
+        mask = self.mask(context)
+        if mask is not None and not any(jax.tree.leaves(mask)):
+            trained = jax.tree.leaves(context.preconditioner().trained)
+            floats = trees.float_part(context.params)
+            names = zip(trees.leaf_paths(floats), trained, strict=True)
+            some = ", ".join([name for name, flag in names if flag][:3])
+            raise ValueError(
+                f"{title}.group must hold parameters that the checkpoint's optimizer "
+                f"trains: {self.group!r} holds none, and it trains {some} and others."
+            )
 
     def mask(self, context: Context) -> PyTree | None:
         """The group as a tree of booleans; None for all parameters."""
-        if self.group is None:
-            return None
-        return groups.group_mask(context.params, self.group)
+        mask = None
+        if self.group is not None:
+            mask = groups.group_mask(context.params, self.group)
+        if not self.preconditioned:
+            return mask
+        trained = context.preconditioner().trained
+        if all(jax.tree.leaves(trained)):
+            return mask
+        both = lambda x, y: x and y
+        return trained if mask is None else jax.tree.map(both, mask, trained)
 
     def dimension(self, context: Context) -> int:
         """The number of parameters it is a matrix of."""
@@ -71,12 +89,55 @@ class OfMatrix:
 
     def unit(self, context: Context) -> str:
         """The unit of its eigenvalues."""
-        return "per θ" if self.preconditioned else context.curvature_unit
+        if not self.preconditioned:
+            return context.curvature_unit
+        # A step is the learning rate times P g: of a unit of parameters.
+        return "1" if context.preconditioner().includes_learning_rate else "1/η"
+
+    def stability(self, context: Context) -> dict[str, Number]:
+        """The eigenvalue above which the optimizer's steps diverge, where it is known.
+
+        Nothing unless preconditioned, or where damping moves the eigenvalues.
+        """
+        if not self.preconditioned or self.damping:
+            return {}
+        found = context.preconditioner()
+        if found.threshold is None:
+            return {}
+        if found.learning_rate is not None:
+            threshold = found.threshold / found.learning_rate
+            return {
+                "stability_threshold": Number(threshold, "1/η"),
+                "learning_rate": Number(found.learning_rate, "η"),
+            }
+        if found.includes_learning_rate:
+            return {"stability_threshold": Number(found.threshold, "1")}
+        return {"stability_threshold_times_learning_rate": Number(found.threshold, "1")}
+
+    def optimizer_notes(self, context: Context) -> tuple[str, ...]:
+        """What a reader must know of the optimizer to compare with the threshold."""
+        if not self.preconditioned:
+            return ()
+        found = context.preconditioner()
+        notes = [_words(found)]
+        if context.objective.normalizer_kind in ("sum", "constant"):
+            notes.append(
+                "The loss is a sum over the tokens of all analyzed batches: compare with "
+                "the threshold at the number of tokens in a batch of the training."
+            )
+        here = trees.dimension(context.params)
+        trained = groups.group_dimension(context.params, found.trained)
+        if trained < here:
+            notes.append(
+                f"The optimizer trains {trained} of {here} parameters; the others are "
+                "left out."
+            )
+        return tuple(notes)
 
     def vector(self, context: Context, v: PyTree) -> PyTree:
         """A gradient in the coordinates of the matrix, $P D v$."""
         if self.preconditioned:
-            root = preconditioning.root(context.preconditioner())
+            root = preconditioning.root(context.preconditioner().diagonal)
             v = preconditioning.apply_diagonal(root, v)
         mask = self.mask(context)
         return v if mask is None else groups.restrict(v, mask)
@@ -85,7 +146,7 @@ class OfMatrix:
         """An eigenvector as a direction of the parameters, $D v$."""
         if not self.preconditioned:
             return v
-        root = preconditioning.root(context.preconditioner())
+        root = preconditioning.root(context.preconditioner().diagonal)
         return preconditioning.apply_diagonal(root, v)
 
     def product(
@@ -100,7 +161,7 @@ class OfMatrix:
         """
         found = context.product(self.matrix, block_size, at)
         if self.preconditioned:
-            root = preconditioning.root(context.preconditioner())
+            root = preconditioning.root(context.preconditioner().diagonal)
             found = preconditioning.congruent(found, root)
         mask = self.mask(context)
         if mask is not None:
@@ -123,6 +184,32 @@ def one_probe(
     """
     key = context.key(f"{matrix}/one_probe")
     return probe_estimates(product, context.params, key, num_probes=1, **settings)
+
+
+def _words(found) -> str:
+    if found.threshold is None:
+        return (
+            f"Preconditioned by the checkpoint's optimizer, {found.optimizer}, whose "
+            "momentum is not one that the threshold of stability is known for."
+        )
+    words = f"Preconditioned by the checkpoint's optimizer, {found.optimizer}: "
+    if found.learning_rate is not None:
+        return (
+            f"{words}its steps are stable while eigenvalues are below "
+            f"{found.threshold:.4g} / η, at its learning rate η = "
+            f"{found.learning_rate:.4g} here."
+        )
+    if found.includes_learning_rate:
+        return (
+            f"{words}its learning rate, which could not be told apart, is a factor of "
+            f"the eigenvalues, and its steps are stable while they are below "
+            f"{found.threshold:.4g}."
+        )
+    return (
+        f"{words}its steps are stable while eigenvalues are below "
+        f"{found.threshold:.4g} / η; its learning rate η is not known to this run: "
+        "LEARNING_RATE_FN gives it."
+    )
 
 
 def _damped(product, damping, mask):

@@ -29,7 +29,8 @@ class Trace(OfMatrix):
         confidence: level of the confidence interval.
         basis_on_host: whether kept vectors lie in host memory.
         group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by the second moment of the checkpoint's optimizer.
+        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
+            by at its step.
         damping: what is added to every eigenvalue.
     """
 
