@@ -7,13 +7,14 @@ QUICKSTART_DIR ?= quickstart
 # The files that are checked: everything of ours, found by git, never listed by hand.
 SOURCES := t5x_fwdloss configs tests scripts typings setup.py
 
-.PHONY: help setup t5x quickstart test lint format bench clean
+.PHONY: help setup t5x quickstart test test-t5x-own lint format bench clean
 
 help:
 	@echo "setup       make $(VENV) from constraints.txt (nothing to do when up to date)"
 	@echo "t5x         let $(VENV) find T5X: make t5x T5X_SOURCES='../t5x ../airio ../jestimator'"
 	@echo "quickstart  train a tiny T5 on spelling to phonemes, and analyze its checkpoint"
 	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
+	@echo "test-t5x-own T5X's own tests with our losses and models in their place"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
 	@echo "bench       measure again what README.md's tables say, and write them: an hour or two"
@@ -48,6 +49,13 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_readme.py README.md
 	$(BIN)/python scripts/readme_tables.py --check
+
+# T5 without its requirements, which are nightly builds of SeqIO and TFDS; without the
+# run-time type checks, which refuse what T5X's mocks pass.
+test-t5x-own: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[t5x-own-tests]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps t5==0.9.4
+	$(BIN)/python -m pytest -n 2 --override-ini='addopts=--strict-markers --strict-config' tests/t5x_own
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

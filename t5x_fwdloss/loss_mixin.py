@@ -29,8 +29,9 @@ class LossMixin:
     logits of a whole batch are never in memory.
     """
 
-    _loss_impl: str
-    _loss_chunk_length: int | None
+    # Defaults of the class: what replaces a constructor, as mocks do, sets no loss.
+    _loss_impl: str = "custom_vjp"
+    _loss_chunk_length: int | None = None
     _label_smoothing: float
     _z_loss: float
     _loss_normalizing_factor: Any
