@@ -32,8 +32,12 @@ from t5x import models as t5x_models
 from t5x import partitioning, utils
 
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
 from t5x_fwdloss.host import optimizer as host_optimizer
+
+# Arguments whose macros are not their names in capitals.
+MACROS = {"output_dir": "ANALYSIS_OUTPUT_DIR"}
 
 
 def analyze(
@@ -42,19 +46,19 @@ def analyze(
     dataset_cfg: utils.DatasetConfig,
     restore_checkpoint_cfg: utils.RestoreCheckpointConfig,
     partitioner: partitioning.BasePartitioner,
-    output_dir: str,
+    output_dir: settings.Words,
     measurements: Sequence[Any],
-    num_batches: int,
+    num_batches: settings.Positive,
     seed: int = 0,
     loss_impl: str = "custom_jvp",
-    loss_chunk_length: int | None = None,
-    num_microbatches: int = 1,
+    loss_chunk_length: settings.Positive | None = None,
+    num_microbatches: settings.Positive = 1,
     dropout_seed: int | None = None,
-    matmul_precision: str = "highest",
+    matmul_precision: analysis.Precision = "highest",
     train_state_initializer_cls: Any = utils.TrainStateInitializer,
     verify_matching_vocabs_fn: Any = utils.verify_matching_vocabs,
     use_orbax: bool = True,
-    memory_budget: int | None = None,
+    memory_budget: settings.Bytes | None = None,
     folding: bool = True,
     learning_rate_fn: optimizer_lib.LearningRate | None = None,
     config_text: str = "",
@@ -88,6 +92,11 @@ def analyze(
     Raises:
         ValueError: bad input, named before anything is compiled.
     """
+    settings.check_measurements("MEASUREMENTS", measurements)
+    settings.check_arguments(analyze, locals(), macros=MACROS)
+    dataset.check_config(dataset_cfg)
+    path = restore_checkpoint_cfg.path
+    settings.check("CHECKPOINT_PATH", path, settings.Path | Sequence[settings.Path])
     if loss_impl not in forward_losses():
         raise ValueError(
             f"An analysis needs a loss with forward mode, one of "
@@ -198,6 +207,7 @@ def _parse(gin, gin_utils, flags, search_paths) -> None:
             "No --gin_file was given: an analysis needs the run file "
             f"{gin_sentences.RUN_FILE} and the file of your model."
         )
+    gin_sentences.check_bindings(flags.gin_bindings)
     gin_utils.parse_gin_flags(
         search_paths,
         flags.gin_file,
@@ -209,6 +219,7 @@ def _parse(gin, gin_utils, flags, search_paths) -> None:
             "No gin file configures the analysis: add "
             f"--gin_file={gin_sentences.RUN_FILE} before the file of your model."
         )
+    gin_sentences.check_macros(flags.gin_bindings)
     unset = [
         f"{name} ({remedy})"
         for name, remedy in REQUIRED_MACROS.items()
@@ -235,13 +246,17 @@ def _bound(gin, key):
 
 
 if __name__ == "__main__":
+    import functools
     import os
 
     import gin
     import t5x
     import tensorflow as tf
-    from absl import app, flags, logging
+    from absl import app, flags
     from t5x import gin_utils
+
+    from t5x_fwdloss.host import exit_status
+    from t5x_fwdloss.standalone import command_line
 
     FLAGS = flags.FLAGS
     flags.DEFINE_multi_string(
@@ -288,22 +303,17 @@ if __name__ == "__main__":
         analyze_using_gin: Any = gin.configurable(analyze)
         # T5X's package folder is searched last, as its own scripts do.
         t5x_folder = os.path.dirname(os.path.dirname(t5x.__file__))
-        try:
-            _parse(gin, gin_utils, FLAGS, [*FLAGS.gin_search_paths, t5x_folder])
-            return analyze_using_gin(config_text=gin.config_str())
-        except Exception as error:
-            if gin_sentences.entered(error, analyze):
-                if not gin_sentences.raised_by_package(error):
-                    raise
-                words = gin_sentences.own_words(error)
-            else:
-                logging.debug(
-                    "The configuration failed.", exc_info=error
-                )  # --verbosity=1
-                words = gin_sentences.sentence(error)
-            sys.stderr.write(f"t5x_fwdloss.analyze: {words}\n")
-            return 1
 
+        def configure():
+            _parse(gin, gin_utils, FLAGS, [*FLAGS.gin_search_paths, t5x_folder])
+            return functools.partial(analyze_using_gin, config_text=gin.config_str())
+
+        return exit_status.exit_status("t5x_fwdloss.analyze", configure, analyze)
+
+    try:
+        command_line.rewrite_gin_flags(sys.argv)
+    except ValueError as error:
+        sys.exit(f"t5x_fwdloss.analyze: {error}")
     jax.config.parse_flags_with_absl()
     progress.show_lines()
     gin_utils.run(main)

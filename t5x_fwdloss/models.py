@@ -72,7 +72,11 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
                 None computes all logits at once.
         """
         losses.check_loss_settings(
-            loss_impl, loss_chunk_length, label_smoothing, z_loss
+            loss_impl,
+            loss_chunk_length,
+            label_smoothing,
+            z_loss,
+            loss_normalizing_factor,
         )
         super().__init__(
             module=module,
@@ -154,7 +158,11 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
                 None computes all logits at once.
         """
         losses.check_loss_settings(
-            loss_impl, loss_chunk_length, label_smoothing, z_loss
+            loss_impl,
+            loss_chunk_length,
+            label_smoothing,
+            z_loss,
+            loss_normalizing_factor,
         )
         super().__init__(
             module=module,
@@ -231,7 +239,11 @@ def with_loss(
             where = f"the attribute {name} of the instance"
             raise TypeError(_dropping(type(model), name, where))
     losses.check_loss_settings(
-        loss_impl, loss_chunk_length, model._label_smoothing, model._z_loss
+        loss_impl,
+        loss_chunk_length,
+        model._label_smoothing,
+        model._z_loss,
+        model._loss_normalizing_factor,
     )
     # A new object of a new class: assigning __class__ fails, because gin's subclasses
     # have another layout; calling the constructor would need the user's bindings.

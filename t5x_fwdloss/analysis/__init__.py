@@ -30,6 +30,7 @@ from t5x_fwdloss.analysis.measurements import HessianTrace as HessianTrace
 from t5x_fwdloss.analysis.measurements import LossComparison as LossComparison
 from t5x_fwdloss.analysis.measurements import SampledFisherTrace as SampledFisherTrace
 from t5x_fwdloss.analysis.objective import Objective as Objective
+from t5x_fwdloss.analysis.objective import Precision as Precision
 from t5x_fwdloss.analysis.preflight import PreflightError as PreflightError
 from t5x_fwdloss.analysis.run import HostInfo as HostInfo
 from t5x_fwdloss.analysis.run import run_analysis as run_analysis

@@ -40,12 +40,12 @@ def split(batches: Sequence[Batch], num_microbatches: int) -> list[dict[str, Any
     """Every batch cut into equal microbatches, in order.
 
     Raises:
-        ValueError: `num_microbatches` is below one or does not divide the batch size.
+        ValueError: `num_microbatches` does not divide the batch size.
     """
     size = min(np.shape(x)[0] for x in batches[0].values())
-    if num_microbatches < 1 or size % num_microbatches:
+    if size % num_microbatches:
         raise ValueError(
-            "num_microbatches must be at least 1 and divide the batch size: got "
+            "num_microbatches must divide the batch size: got "
             f"num_microbatches={num_microbatches}, batch size={size}."
         )
     if num_microbatches == 1:
@@ -93,6 +93,29 @@ def on_device(batch: Batch) -> dict[str, Any]:
 def num_tokens(batches: Sequence[Batch]) -> int:
     """The number of target tokens whose loss counts (nonzero weight, else no padding)."""
     return sum(int(np.count_nonzero(_whole(_counted(batch)))) for batch in batches)
+
+
+def check_counted(batches: Sequence[Batch]) -> None:
+    """Pass if the loss weights leave at least one token to count.
+
+    Raises:
+        ValueError: every weight is zero.
+    """
+    weighted = "decoder_loss_weights" in batches[0]
+    if weighted and not num_tokens(batches):
+        raise ValueError(
+            "The loss must have at least one token that counts: every one of the "
+            f"decoder_loss_weights of the {len(batches)} batches is zero."
+        )
+
+
+@functools.partial(jax.jit, static_argnames="num_classes")
+def num_labels_outside(batch: Batch, num_classes: int) -> jax.Array:
+    """The number of counted labels below zero or from `num_classes` on."""
+    labels = jnp.asarray(batch["decoder_target_tokens"]).astype(jnp.int32)
+    outside = (labels < 0) | (labels >= num_classes)
+    weights = batch.get("decoder_loss_weights")
+    return jnp.sum(outside if weights is None else outside & (weights != 0))
 
 
 def digest(batches: Sequence[Batch]) -> str:

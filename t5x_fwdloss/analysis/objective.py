@@ -13,7 +13,7 @@ on the host in float64.
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import batches as batches_lib
 from t5x_fwdloss.analysis import forward_mode, matrices, parameters
+from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.finite import by_batch, check_finite
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.normalization import Normalizer, total_normalizer
@@ -33,6 +34,7 @@ from t5x_fwdloss.curvature.products import directional_derivative, gradient
 from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
 
 PRECISIONS = ("default", "high", "highest")
+Precision = Annotated[str, settings_lib.one_of(*PRECISIONS)]
 
 
 class Objective:
@@ -86,16 +88,15 @@ class Objective:
             ValueError: no batch, batches that differ, microbatches that do not divide
                 them, microbatches with dropout, or an unknown precision.
         """
+        settings_lib.check("precision", precision, Precision)
+        settings_lib.check("num_microbatches", num_microbatches, settings_lib.Positive)
+        settings_lib.check("dropout_seed", dropout_seed, int | None)
         if dropout_seed is not None and num_microbatches > 1:
             raise ValueError(
                 "num_microbatches must be 1 where dropout_seed is given, because "
                 "dropout draws its masks for each piece anew and the loss would be "
                 f"another: got num_microbatches={num_microbatches}, "
                 f"dropout_seed={dropout_seed}; lower the batch size instead."
-            )
-        if precision not in PRECISIONS:
-            raise ValueError(
-                f"precision must be one of {', '.join(PRECISIONS)}: got {precision!r}."
             )
         found = batches_lib.checked(batches)
         self.num_tokens = batches_lib.num_tokens(found)
@@ -108,6 +109,7 @@ class Objective:
         self.settings = dict(settings or {})
         self.model: Any = None
         self._numerator = numerator
+        self._outputs = outputs
         self._activation_dtype: str | None = None
         self._linear_maps = matrices.linear_maps(
             self.batch_loss,
@@ -149,6 +151,7 @@ class Objective:
         token_loss = TokenLoss.of_model(model)
         factor = token_loss.loss_normalizing_factor
         found = batches_lib.checked(batches)
+        batches_lib.check_counted(found)
         objective = cls(
             lambda params, batch, key: model.loss_sum(params, batch, key)[0],
             found,
@@ -201,6 +204,22 @@ class Objective:
     def num_traces(self) -> dict[str, int]:
         """How often each derivative was traced: once each, unless shapes change."""
         return self._programs.num_traces
+
+    def num_labels_outside(self, params: PyTree) -> int | None:
+        """How many counted labels no class of the logits stands for.
+
+        The loss of such a label has no target in it. None where the objective does not
+        know the logits.
+        """
+        if self._outputs is None:
+            return None
+        key, batch = self._keys[0], self.batches[0]
+        logits = jax.eval_shape(self._outputs, params, batch, key)
+        counts = [
+            batches_lib.num_labels_outside(batch, logits.shape[-1])
+            for batch in self.batches
+        ]
+        return sum(int(count) for count in jax.device_get(counts))
 
     def key(self, number: int) -> jax.Array | None:
         """The fixed dropout key of batch `number`; None where dropout is off."""

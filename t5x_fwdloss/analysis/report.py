@@ -69,7 +69,7 @@ def _facts(document) -> str:
         "Checkpoint": document["checkpoint"] or DASH,
         "Step": DASH if document["step"] is None else f"{document['step']:,}",
         "Data": f"{document['task'] or DASH}: {document['num_batches']} batches{shape}, "
-        f"{document['num_tokens']:,} tokens that count",
+        f"{document['num_tokens']:,} tokens that count" + _outside(document),
         "Batches' hash": document["batches_hash"][:16],
         "Loss": ", ".join(f"{k} = {v}" for k, v in loss.items()),
         "Normalizer W": f"{document['normalizer']['W']:,.6g} "
@@ -103,6 +103,11 @@ def _environment(document) -> str:
         "Wall time": f"{document.get('seconds', 0.0):.1f} s",
     }
     return definitions(rows)
+
+
+def _outside(document) -> str:
+    count = document.get("num_labels_outside_vocabulary")
+    return f", {count:,} of them labels outside of the vocabulary" if count else ""
 
 
 def _checks(checks) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 from absl import logging
-from etils import epath
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import (
@@ -24,11 +23,13 @@ from t5x_fwdloss.analysis import (
     identity,
     parameters,
     preflight,
+    programs,
     progress,
     report,
 )
+from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.checksum import checksum
-from t5x_fwdloss.analysis.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.finite import NonFiniteLossError, check_finite
 from t5x_fwdloss.analysis.folder import RunFolder, check_names
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
@@ -73,10 +74,10 @@ def run_analysis(
     params: PyTree,
     *,
     measurements: Sequence[Any],
-    output_dir: epath.PathLike,
+    output_dir: settings_lib.Path,
     seed: int = 0,
     host: HostInfo | None = None,
-    memory_budget: int | None = None,
+    memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
@@ -98,6 +99,8 @@ def run_analysis(
     Returns:
         The exit status: 0, or 1 where a measurement met a NaN or an infinity.
     """
+    settings_lib.check_measurements("measurements", measurements)
+    settings_lib.check_arguments(run_analysis, locals())
     host = host or HostInfo()
     names = [measurement.name for measurement in measurements]
     check_names(names)
@@ -131,6 +134,7 @@ def run_analysis(
         other_checkpoints=others.checksums,
     )
     folder.check(fingerprint)
+    _check_parameters(context)
     needing = [m.name for m in measurements if getattr(m, "needs_forward_mode", False)]
     forward = preflight.has_forward_mode(
         objective, context.params, "".join(needing[:1])
@@ -146,6 +150,7 @@ def run_analysis(
 
 def _run(folder, context, host, measurements, fingerprint, forward) -> int:
     start = time.monotonic()
+    labels_outside = _num_labels_outside(context)
     kept = {m.name: folder.finished(m.name) for m in measurements}
     checks = []
     if None in kept.values():
@@ -165,6 +170,7 @@ def _run(folder, context, host, measurements, fingerprint, forward) -> int:
         for measurement in measurements
     ]
     document = _document(context, host, outcomes, checks, fingerprint)
+    document["num_labels_outside_vocabulary"] = labels_outside
     document["seconds"] = time.monotonic() - start
     return _finish(folder, document, outcomes, host)
 
@@ -190,6 +196,23 @@ class _OtherCheckpoints:
         params = self._load(path)
         self.checksums[path] = checksum(parameters.widened(params))
         return params
+
+
+def _check_parameters(context) -> None:
+    largest = programs.largest_magnitudes(trees.float_part(context.params))
+    check_finite("every parameter", [("the checkpoint", largest)])
+
+
+def _num_labels_outside(context) -> int | None:
+    found = context.objective.num_labels_outside(context.params)
+    if found and context.is_primary:
+        logging.warning(
+            "%d of %d labels that count are outside of the network's vocabulary: the "
+            "loss has no target for them.",
+            found,
+            context.objective.num_tokens,
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

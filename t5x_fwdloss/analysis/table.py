@@ -9,6 +9,8 @@ from typing import Any
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 
 DASH = "\N{EN DASH}"
+# For terminals without these signs.
+PLAIN = {"\N{PLUS-MINUS SIGN}": "+-", DASH: "-", "θ": "theta", "²": "^2"}
 
 
 def print_table(
@@ -26,6 +28,9 @@ def print_table(
         stream: where to print; standard output by default.
     """
     lines = [f"Loss: {document['normalizer']['words']}."]
+    outside = document.get("num_labels_outside_vocabulary")
+    if outside:
+        lines.append(f"{outside} labels are outside of the network's vocabulary.")
     for result in results:
         rows = [
             (name, format_value(x), format_error(x), x.unit, _state(x))
@@ -46,13 +51,30 @@ def print_table(
     for entry in document["measurements"]:
         if entry["status"] == "failed":
             lines += ["", f"{entry['name']} FAILED: {entry['reason']}"]
-    lines += ["", f"Report: {report_path}", ""]
-    (stream or sys.stdout or io.StringIO()).write("\n".join(lines))
+    lines += ["", f"Report: {report_path}"]
+    print_line("\n".join(lines), stream)
+
+
+def encodable(text: str, encoding: str | None) -> str:
+    """The text in signs that a terminal has: '+-' for a plus-minus sign on an ASCII one.
+
+    Args:
+        text: what is to be printed.
+        encoding: of the terminal; None where it takes every sign.
+    """
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        for sign, plain in PLAIN.items():
+            text = text.replace(sign, plain)
+        return text.encode("ascii", "backslashreplace").decode("ascii")
+    return text
 
 
 def print_line(line: str, stream: Any = None) -> None:
     """Print one line; to standard output by default."""
-    (stream or sys.stdout or io.StringIO()).write(f"{line}\n")
+    stream = stream or sys.stdout or io.StringIO()
+    stream.write(encodable(f"{line}\n", getattr(stream, "encoding", None)))
 
 
 def format_value(number: Number) -> str:

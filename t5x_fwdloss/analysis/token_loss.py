@@ -31,11 +31,22 @@ class TokenLoss:
 
     @classmethod
     def of_model(cls, model: Any) -> "TokenLoss":
-        """The settings of a model that has `LossMixin`."""
+        """The settings of a model that has `LossMixin`.
+
+        Raises:
+            ValueError: the model lacks one of them, which is never read as zero.
+        """
+        names = ("_label_smoothing", "_z_loss", "_loss_normalizing_factor")
+        missing = [name for name in names if not hasattr(model, name)]
+        if missing:
+            raise ValueError(
+                f"The model must have the settings of its loss, {', '.join(names)}: "
+                f"{type(model).__name__} lacks {', '.join(missing)}."
+            )
         return cls(
-            float(getattr(model, "_label_smoothing", 0.0)),
-            float(getattr(model, "_z_loss", 0.0)),
-            getattr(model, "_loss_normalizing_factor", None),
+            float(model._label_smoothing),
+            float(model._z_loss),
+            model._loss_normalizing_factor,
         )
 
     def hessian(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:

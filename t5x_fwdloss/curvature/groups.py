@@ -9,9 +9,12 @@ A pattern has to match the *whole* T5X path, as in T5X's own rules, so that
 """
 
 import collections.abc
+import contextlib
 import functools
 import math
 import re
+import signal
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,9 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import krylov, trees
 from t5x_fwdloss.curvature import shardings as shardings_lib
+
+# All paths of a model take milliseconds, unless a pattern needs exponential time.
+SECONDS_TO_MATCH = 5
 
 
 def group_mask(params: PyTree, pattern: str) -> PyTree:
@@ -32,23 +38,57 @@ def group_mask(params: PyTree, pattern: str) -> PyTree:
       A tree of booleans; `None` for leaves that are not of a float type.
 
     Raises:
-      ValueError: The pattern is not a regular expression, or matches no float leaf.
+      ValueError: The pattern matches no float leaf. It is also raised where the pattern
+        is not a regular expression, or takes more than `SECONDS_TO_MATCH` to match.
     """
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise ValueError(
-            f"A group must be a regular expression: got {pattern!r} ({error})."
-        ) from error
     floats = trees.float_part(params)
     paths = trees.leaf_paths(floats)
-    flags = [compiled.fullmatch(path) is not None for path in paths]
+    flags = _matches(pattern, paths)
     if not any(flags):
         raise ValueError(
             f"A group must match the whole path of at least one float parameter: "
             f"{pattern!r} matches none of {len(paths)}, such as {paths[:3]}."
         )
     return jax.tree.unflatten(jax.tree.structure(floats), flags)
+
+
+def _matches(pattern: str, paths: list[str]) -> list[bool]:
+    try:
+        compiled = re.compile(pattern)
+        with _time_limit(SECONDS_TO_MATCH):
+            return [compiled.fullmatch(path) is not None for path in paths]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"A group must be a regular expression: got {pattern!r} ({error})."
+        ) from error
+    except TimeoutError as error:
+        raise ValueError(
+            f"A group must be a regular expression that is quick to match: {pattern!r} "
+            f"took longer than {SECONDS_TO_MATCH} s for {len(paths)} paths; leave out "
+            "repetitions of repetitions such as (a+)+."
+        ) from error
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: int):
+    """Raises `TimeoutError` in the block after some time; matching listens to signals.
+
+    Outside of the main thread, where Python handles no signals, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_):
+        raise TimeoutError
+
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
 
 
 def group_masks(

@@ -8,8 +8,8 @@ in another order, for each number of processes.
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -18,9 +18,26 @@ import tensorflow as tf
 from jax.experimental import multihost_utils
 from t5x import models, partitioning, utils
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.host import seqio_sentences
 
 Batch = dict[str, jax.Array]
+TASK = settings.Rule(
+    "the name of a task or mixture, a string, or a task itself",
+    lambda x: isinstance(x, str) or hasattr(x, "splits"),
+    alone=True,
+)
+LENGTH = settings.Positive | None | Sequence[settings.Positive | None]
+CONFIG = {
+    "mixture_or_task_name": Annotated[Any, TASK],
+    "task_feature_lengths": Mapping[settings.Words, LENGTH],
+    "split": settings.Words,
+    "batch_size": settings.Positive,
+    "seed": int | None,
+    "use_cached": bool,
+    "pack": bool,
+    "module": settings.Words | None,
+}
 
 
 def load_batches(
@@ -42,8 +59,6 @@ def load_batches(
         ValueError: unknown task, a batch size that the mesh does not divide, data that
             SeqIO cannot read, or too little data.
     """
-    if num_batches < 1:
-        raise ValueError(f"NUM_BATCHES must be at least 1: got {num_batches}.")
     check_task(cfg)
     check_batch_size(cfg.batch_size, partitioner.data_mesh_size)
     if cfg.seed is None:
@@ -65,6 +80,16 @@ def load_batches(
             f"{'' if found else ' (no full batch)'}."
         )
     return [_global(batch, partitioner) for batch in local]
+
+
+def check_config(cfg: utils.DatasetConfig) -> None:
+    """Pass if the fields of T5X's dataset configuration have the types it asks for.
+
+    `ValueError` names the first that has not, as gin's macro.
+    """
+    names = {"use_cached": "USE_CACHED_TASKS", "module": "MIXTURE_OR_TASK_MODULE"}
+    for name, kind in CONFIG.items():
+        settings.check(names.get(name, name.upper()), getattr(cfg, name), kind)
 
 
 def check_task(cfg: utils.DatasetConfig) -> None:

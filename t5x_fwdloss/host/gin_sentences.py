@@ -4,12 +4,20 @@ gin reports a forgotten macro, import or file as a stack of its own calls. The f
 here know gin's messages and name the remedy; what they do not know stays as it is.
 """
 
+import difflib
+import dis
 import re
+import tokenize
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+from gin import config_parser
 
 RUN_FILE = "t5x_fwdloss/configs/runs/analyze.gin"
 
+_RAISE = dis.opmap["RAISE_VARARGS"]
 _WHERE = re.compile(
     r'In (?:file|bindings string|string) ?"?([^"\n]*)"?,? line (\d+)', re.I
 )
@@ -44,7 +52,7 @@ _RULES: Sequence[tuple[str, str]] = (
         "A gin file binds {0!r}, and {1} has no such name{where}.",
     ),
     (
-        r"^No configurable matching '([^']+)'",
+        r"^No configurable matching (?:reference )?'@?([^'()]+)(?:\(\))?'",
         "Nothing named {0!r} is known{where}: a binding on the command line reaches only "
         "what some --gin_file imports and mentions.",
     ),
@@ -72,6 +80,60 @@ _RULES: Sequence[tuple[str, str]] = (
         "A class or function of the configuration lacks values for {0}{where}: {message}",
     ),
 )
+
+
+def check_bindings(bindings: Sequence[str]) -> None:
+    """Passes if gin can read every binding of the command line.
+
+    Args:
+        bindings: such as "NUM_BATCHES = 3".
+
+    Raises:
+        ValueError: names the first that it cannot, and says how values are written.
+    """
+    for binding in bindings:
+        try:
+            list(config_parser.ConfigParser(binding, _Names()))
+        except (SyntaxError, ValueError, tokenize.TokenError):
+            name, _, value = binding.partition("=")
+            raise ValueError(
+                f"--gin.{name.strip()} must have a value that gin can read: got "
+                f"{value.strip()}; a string needs quotes inside, as in "
+                f"--gin.{name.strip()}=\"'text'\", a measurement an @ and (), as in "
+                "[@HessianTrace()]."
+            ) from None
+
+
+def check_macros(bindings: Sequence[str]) -> None:
+    """Passes if every macro that the command line binds is read by something.
+
+    Args:
+        bindings: of the command line, after gin has read them and all files.
+
+    Raises:
+        ValueError: names the first that is not, and the nearest that is.
+    """
+    read = sorted(set(re.findall(r"%(\w+)", gin.config_str())))
+    for binding in bindings:
+        name = binding.partition("=")[0].strip()
+        if not re.fullmatch(r"\w+", name) or name in read:
+            continue
+        near = difflib.get_close_matches(name, read, 1)
+        names = f"the nearest is {near[0]}" if near else f"only {', '.join(read)}"
+        raise ValueError(
+            f"--gin.{name} must bind a macro that this run reads: it reads no {name}; "
+            f"{names}."
+        )
+
+
+class _Names(config_parser.ParserDelegate):
+    """References and macros as text, so that a binding is parsed and no more."""
+
+    def configurable_reference(self, scoped_configurable_name, evaluate) -> Any:
+        return f"@{scoped_configurable_name}{'()' if evaluate else ''}"
+
+    def macro(self, macro_name) -> Any:
+        return f"%{macro_name}"
 
 
 def sentence(error: BaseException) -> str:
@@ -116,11 +178,19 @@ def entered(error: BaseException, function: Callable) -> bool:
 
 
 def raised_by_package(error: BaseException) -> bool:
-    """Whether this package raised the error itself, as a check of its input."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    name = frames[-1].f_globals.get("__name__", "") if frames else ""
+    """Whether a `raise` of this package raised the error, as a check of its input.
+
+    An error of Python's own on a line of this package, such as the comparison of a
+    number with a string, is a bug and not a refusal.
+    """
+    tb = error.__traceback__
+    if tb is None:
+        return False
+    while tb.tb_next is not None:
+        tb = tb.tb_next
+    name = tb.tb_frame.f_globals.get("__name__", "")
     ours = name == "__main__" or name.split(".")[0] == "t5x_fwdloss"
-    return ours and isinstance(error, ValueError | TypeError)
+    return ours and tb.tb_frame.f_code.co_code[tb.tb_lasti] == _RAISE
 
 
 def own_words(error: BaseException) -> str:

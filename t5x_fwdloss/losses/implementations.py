@@ -5,11 +5,11 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, ScalarLike
 
 from t5x_fwdloss.losses import autodiff, custom_jvp, custom_vjp
+from t5x_fwdloss.losses.weighting import as_number, check_loss_normalizing_factor
 
 IMPLEMENTATIONS: Mapping[str, Callable] = {
     "custom_vjp": custom_vjp.cross_entropy,
@@ -45,7 +45,8 @@ def check_loss_settings(
     impl: Any,
     chunk_length: Any = None,
     label_smoothing: Any = 0.0,
-    z_loss: ScalarLike = 0.0,
+    z_loss: Any = 0.0,
+    loss_normalizing_factor: Any = None,
 ) -> None:
     """Refuses settings that no loss can be computed with.
 
@@ -54,11 +55,12 @@ def check_loss_settings(
         chunk_length: must be None or a whole number of tokens, at least one.
         label_smoothing: must be a number in [0, 1).
         z_loss: must be finite and not negative; not looked at while it is traced.
+        loss_normalizing_factor: as `check_loss_normalizing_factor` takes it.
 
     Raises:
         ValueError: if one of them is not so.
     """
-    if impl not in IMPLEMENTATIONS:
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"The loss must be one of {names}: got {impl!r}.")
     is_whole = isinstance(chunk_length, numbers.Integral)
@@ -73,7 +75,8 @@ def check_loss_settings(
         raise ValueError(
             f"label_smoothing must be a number in [0, 1): got {label_smoothing!r}."
         )
+    check_loss_normalizing_factor(loss_normalizing_factor)
     if isinstance(z_loss, Tracer):
         return
-    if not 0 <= float(np.asarray(z_loss)) < math.inf:
+    if not 0 <= as_number(z_loss) < math.inf:
         raise ValueError(f"z_loss must be finite and not negative: got {z_loss!r}.")

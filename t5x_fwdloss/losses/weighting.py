@@ -4,11 +4,15 @@ Source of the contract: `get_loss_normalizing_factor_and_weights` in `t5x/losses
 """
 
 import enum
+import math
+import numbers
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
 SPECIAL_FACTORS = (
@@ -41,20 +45,15 @@ def get_loss_normalizing_factor_and_weights(
         batch: `decoder_target_tokens`, optionally `decoder_loss_weights`, and for
             packed batches `decoder_segment_ids` and `decoder_positions`.
 
-    Raises:
-        ValueError: if the factor is a word other than the three.
+    `check_loss_normalizing_factor` says which other factors are refused.
     """
+    check_loss_normalizing_factor(loss_normalizing_factor)
     weights = batch.get("decoder_loss_weights")
     factor = loss_normalizing_factor
     name = factor.name if isinstance(factor, enum.Enum) else factor
     if not isinstance(name, str):
         return name, weights
     name = name.upper()
-    if name not in SPECIAL_FACTORS:
-        raise ValueError(
-            "The loss normalizing factor must be None, a number or one of "
-            f"{', '.join(SPECIAL_FACTORS)}: got {loss_normalizing_factor!r}."
-        )
     targets = batch["decoder_target_tokens"]
     if weights is None:
         weights = jnp.asarray(targets > 0, jnp.float32)
@@ -63,6 +62,43 @@ def get_loss_normalizing_factor_and_weights(
     if name == "AVERAGE_PER_SEQUENCE":
         weights = _average_per_sequence(weights, batch)
     return jnp.sum(weights), weights
+
+
+def check_loss_normalizing_factor(factor: Any) -> None:
+    """Refuses a factor that no loss can be divided by.
+
+    Args:
+        factor: must be None, a finite number (not looked at while it is traced), or one
+            of `SPECIAL_FACTORS` by name, in either case, or by T5X's enum.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    name = factor.name if isinstance(factor, enum.Enum) else factor
+    if isinstance(name, str):
+        fits = name.upper() in SPECIAL_FACTORS
+    else:
+        fits = name is None or isinstance(name, Tracer)
+        fits = fits or math.isfinite(as_number(name))
+    if not fits:
+        raise ValueError(
+            "The loss normalizing factor must be None, a number or one of "
+            f"{', '.join(SPECIAL_FACTORS)}: got {factor!r}."
+        )
+
+
+def as_number(x: Any) -> float:
+    """A Python, NumPy or JAX number as a float; NaN for what is not a real number."""
+    if (
+        isinstance(x, bool)
+        or np.ndim(x)
+        or not isinstance(x, numbers.Real | np.generic | np.ndarray | jax.Array)
+    ):
+        return math.nan
+    try:
+        return float(x)
+    except (OverflowError, TypeError, ValueError):
+        return math.nan
 
 
 def _average_per_sequence(weights, batch):

@@ -22,7 +22,7 @@ import optax
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.analysis import progress
+from t5x_fwdloss.analysis import progress, settings
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -37,22 +37,24 @@ REQUIRED_MACROS = {
     "{'inputs': 20, 'targets': 40}\"",
     "BATCH_SIZE": "--gin.BATCH_SIZE=64",
 }
+# Arguments whose macros are not their names in capitals.
+MACROS = {"output_dir": "ANALYSIS_OUTPUT_DIR"}
 
 
 def analyze(
     *,
     model: StandaloneModel,
     dataset: data.DatasetConfig,
-    checkpoint_path: str,
-    output_dir: str,
+    checkpoint_path: settings.Words,
+    output_dir: settings.Words,
     measurements: Sequence[Any],
-    num_batches: int,
-    split: str = "validation",
+    num_batches: settings.Positive,
+    split: settings.Words = "validation",
     seed: int = 0,
-    num_microbatches: int = 1,
+    num_microbatches: settings.Positive = 1,
     dropout_seed: int | None = None,
-    matmul_precision: str = "highest",
-    memory_budget: int | None = None,
+    matmul_precision: analysis.Precision = "highest",
+    memory_budget: settings.Bytes | None = None,
     folding: bool = True,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
@@ -80,7 +82,11 @@ def analyze(
         learning_rate: its learning rate, or the schedule of it, where it cannot be told
             from the optimizer itself.
         config_text: the gin configuration, kept with the results.
+
+    `ValueError` names bad input before anything is read or compiled.
     """
+    settings.check_measurements("MEASUREMENTS", measurements)
+    settings.check_arguments(analyze, locals(), macros=MACROS)
     check_no_other_loss(model)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     path = str(checkpoints.find(checkpoint_path))

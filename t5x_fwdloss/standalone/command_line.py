@@ -4,7 +4,7 @@
 `--gin_search_paths`. What goes wrong is said in a sentence and ends with status 1.
 """
 
-import inspect
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from t5x_fwdloss.analysis import progress
-from t5x_fwdloss.host import gin_sentences
+from t5x_fwdloss.host import exit_status, gin_sentences
 
 
 def rewrite_gin_flags(argv: Sequence[str]) -> list[str]:
@@ -75,17 +75,12 @@ def attempt(
         run_file: as in `run`.
         macros: as in `run`.
     """
-    try:
+
+    def configure():
         configured = parse(function, values, run_file, macros)
-        result = configured(config_text=gin.config_str())
-        return result if isinstance(result, int) else 0
-    except Exception as error:
-        entered = gin_sentences.entered(error, inspect.unwrap(function))
-        if entered and not _is_refusal(error):
-            raise
-        words = gin_sentences.own_words if entered else gin_sentences.sentence
-        sys.stderr.write(f"{function.__name__}: {words(error)}\n")
-        return 1
+        return functools.partial(configured, config_text=gin.config_str())
+
+    return exit_status.exit_status(function.__name__, configure, function)
 
 
 def parse(
@@ -100,6 +95,7 @@ def parse(
         raise ValueError(f"No --gin_file was given: the run file is {run_file}.")
     for path in values.gin_search_paths:
         gin.add_config_file_search_path(path)
+    gin_sentences.check_bindings(values.gin_bindings)
     gin.parse_config_files_and_bindings(
         values.gin_file, values.gin_bindings, finalize_config=False
     )
@@ -110,6 +106,7 @@ def parse(
             f"No gin file configures {function.__name__}: add --gin_file={run_file} "
             "before the others."
         ) from None
+    gin_sentences.check_macros(values.gin_bindings)
     unset = [f"{name} ({eg})" for name, eg in macros.items() if _unset(name)]
     if unset:
         raise ValueError(
@@ -118,13 +115,6 @@ def parse(
         )
     gin.finalize()
     return configured
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a check said what must hold; a TypeError of ours would be a bug."""
-    if isinstance(error, FloatingPointError):
-        return True
-    return isinstance(error, ValueError) and gin_sentences.raised_by_package(error)
 
 
 def _unset(macro: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import seqio
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.host import seqio_sentences
 
 Batch = dict[str, np.ndarray]
@@ -29,11 +30,15 @@ class DatasetConfig:
         seed: of the order when shuffling.
     """
 
-    mixture_or_task_name: str
-    task_feature_lengths: Mapping[str, int]
-    batch_size: int
+    mixture_or_task_name: settings.Words
+    task_feature_lengths: Mapping[settings.Words, settings.Positive]
+    batch_size: settings.Positive
     pack: bool = False
     seed: int = 0
+
+    def __post_init__(self):
+        """Checks every field (`ValueError`), by the names of gin's macros."""
+        settings.check_fields(self, macros={})
 
 
 def get_task(name: str) -> seqio.Task | seqio.Mixture:
@@ -95,8 +100,6 @@ def batches(
             f"TASK_FEATURE_LENGTHS must name the features of {name}, "
             f"{', '.join(task.output_features)}: got {lengths}."
         )
-    if config.batch_size < 1:
-        raise ValueError(f"BATCH_SIZE must be at least 1: got {config.batch_size}.")
     with seqio_sentences.reading(name, split):
         examples = task.get_dataset(
             lengths,
@@ -127,12 +130,8 @@ def fixed_batches(config: DatasetConfig, split: str, num_batches: int) -> list[B
     """The first `num_batches` batches of a split, the same in every call.
 
     Raises:
-        ValueError: if `num_batches` is below one or the split has fewer.
+        ValueError: if the split has fewer.
     """
-    if num_batches < 1:
-        raise ValueError(
-            f"The number of batches must be at least 1: got {num_batches}."
-        )
     found = list(itertools.islice(batches(config, split), num_batches))
     if len(found) < num_batches:
         raise ValueError(

@@ -6,13 +6,16 @@ smaller instead; each head adds a learned number per bucket of relative position
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
+
+from t5x_fwdloss.analysis import settings
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
@@ -25,22 +28,42 @@ FAN_AVG_UNIFORM = nn.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 Hidden = Float[Array, "batch length embed"]
 
 
+def _is_floating(dtype) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
+
+
+FLOATING = settings.Rule("a floating-point dtype", _is_floating, alone=True)
+ACTIVATION = settings.Rule(
+    "'linear' or the name of a function in jax.nn",
+    lambda name: name == "linear" or callable(getattr(jax.nn, name, None)),
+    alone=True,
+)
+RATE = settings.Rule("from 0 to below 1", lambda x: 0 <= x < 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class T5Config:
     """Sizes and choices; the fields have T5X's names and meaning."""
 
-    vocab_size: int
-    dtype: Any = "float32"
-    emb_dim: int = 512
-    num_heads: int = 8
-    num_encoder_layers: int = 6
-    num_decoder_layers: int = 6
-    head_dim: int = 64
-    mlp_dim: int = 2048
-    mlp_activations: tuple[str, ...] = ("gelu", "linear")
-    dropout_rate: float = 0.1
+    vocab_size: settings.Positive
+    dtype: Annotated[Any, FLOATING] = "float32"
+    emb_dim: settings.Positive = 512
+    num_heads: settings.Positive = 8
+    num_encoder_layers: settings.Positive = 6
+    num_decoder_layers: settings.Positive = 6
+    head_dim: settings.Positive = 64
+    mlp_dim: settings.Positive = 2048
+    mlp_activations: Sequence[Annotated[str, ACTIVATION]] = ("gelu", "linear")
+    dropout_rate: Annotated[float, RATE] = 0.1
     logits_via_embedding: bool = False
     float32_attention_logits: bool = False
+
+    def __post_init__(self):
+        """Checks the type and range of every field (`ValueError`)."""
+        settings.check_fields(self)
 
 
 def relative_position_buckets(

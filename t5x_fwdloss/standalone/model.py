@@ -42,7 +42,13 @@ class StandaloneModel(LossMixin):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(loss_impl, loss_chunk_length, label_smoothing)
+        losses.check_loss_settings(
+            loss_impl,
+            loss_chunk_length,
+            label_smoothing,
+            z_loss,
+            loss_normalizing_factor,
+        )
         self.module = module
         self._label_smoothing = label_smoothing
         self._z_loss = z_loss

@@ -3,17 +3,21 @@
 import jax.numpy as jnp
 import optax
 
+from t5x_fwdloss.analysis import settings
 
-def rsqrt_schedule(base_learning_rate: float, warmup_steps: int) -> optax.Schedule:
+# Arguments whose macros are not their names in capitals.
+MACROS = {"base_learning_rate": "LEARNING_RATE"}
+
+
+def rsqrt_schedule(
+    base_learning_rate: settings.Above, warmup_steps: settings.Positive
+) -> optax.Schedule:
     """T5's learning rate: base * min(1, step / warmup) / sqrt(max(step, warmup)).
 
-    It does not depend on how long the run is, so that a run can be prolonged.
-
-    Raises:
-        ValueError: if there is no warmup.
+    It does not depend on how long the run is, so that a run can be prolonged. A rate
+    that is not above zero and a warmup of no steps are refused (`ValueError`).
     """
-    if warmup_steps < 1:
-        raise ValueError(f"WARMUP_STEPS must be at least 1: got {warmup_steps}.")
+    settings.check_arguments(rsqrt_schedule, locals(), macros=MACROS)
 
     def schedule(step):
         warm = jnp.minimum(1.0, step / warmup_steps)

@@ -19,7 +19,7 @@ import optax
 from absl import logging
 from clu import metric_writers
 
-from t5x_fwdloss.analysis import files, lock, programs
+from t5x_fwdloss.analysis import files, lock, programs, settings
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.progress import Progress
 from t5x_fwdloss.curvature import probes, trees
@@ -31,6 +31,8 @@ REQUIRED_MACROS = {
     "MODEL": "the file of a model",
     "MODEL_DIR": "--gin.MODEL_DIR=\"'/my/model'\"",
 }
+# Arguments whose macros are not their names in capitals.
+MACROS = {"total_steps": "TRAIN_STEPS"}
 
 
 def train(
@@ -38,15 +40,15 @@ def train(
     model: StandaloneModel,
     optimizer: optax.GradientTransformation,
     dataset: data.DatasetConfig,
-    model_dir: str,
-    total_steps: int,
-    eval_period: int,
-    num_eval_batches: int,
-    checkpoint_period: int,
-    keep_checkpoints: int | None = None,
+    model_dir: settings.Words,
+    total_steps: settings.Positive,
+    eval_period: settings.Positive,
+    num_eval_batches: settings.Positive,
+    checkpoint_period: settings.Positive,
+    keep_checkpoints: settings.Positive | None = None,
     seed: int = 0,
-    train_split: str = "train",
-    eval_split: str = "validation",
+    train_split: settings.Words = "train",
+    eval_split: settings.Words = "validation",
     config_text: str = "",
 ) -> dict[str, float]:
     """Trains up to `total_steps`; returns the validation metrics at the end.
@@ -70,14 +72,7 @@ def train(
     Raises:
         ValueError: bad input, named before anything is compiled.
     """
-    positive = {
-        "TRAIN_STEPS": total_steps,
-        "EVAL_PERIOD": eval_period,
-        "CHECKPOINT_PERIOD": checkpoint_period,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1: got {value}.")
+    settings.check_arguments(train, locals(), macros=MACROS)
     key = probes.as_key(seed)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)

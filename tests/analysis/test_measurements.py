@@ -156,17 +156,10 @@ BAD = {
         DirectionalDerivatives(along_gradient=False, num_random=0),
         "needs a direction: got along_gradient=False, num_random=0, no eigenvectors and no checkpoints",
     ),
-    "points": (DirectionalDerivatives(num_points=-1), "num_points must be at least 0"),
-    "radius": (DirectionalDerivatives(relative_radius=0.0), "must be positive: got 0"),
     "no pairs": (
         HessianEigenpairs(num_largest=0, num_smallest=0),
         "needs num_largest or num_smallest: both are 0",
     ),
-    "steps": (HessianEigenpairs(max_steps=0), "max_steps must be at least 1: got"),
-    "tolerance": (HessianEigenpairs(tolerance=1.0), "between 0 and 1: got 1"),
-    "probes": (HessianTrace(num_probes=1), "num_probes must be at least 2: got"),
-    "kind": (HessianTrace(kind="signs"), "'rademacher' or 'normal': got 'signs'"),
-    "confidence": (HessianTrace(confidence=95.0), "between 0 and 1: got 95"),
 }
 
 

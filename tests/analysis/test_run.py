@@ -248,9 +248,8 @@ def test_the_stock_loss_is_refused_before_anything_is_compiled(tmp_path):
     assert runs.run(tmp_path / "b", objective=objective, measurements=only_trace) == 0
 
 
-@pytest.mark.parametrize("names", [(), ("a", "a")])
-def test_measurements_need_names_of_their_own(tmp_path, names):
-    listed = [HessianTrace(name=name) for name in names]
+def test_measurements_need_names_of_their_own(tmp_path):
+    listed = [HessianTrace(name=name) for name in ("a", "a")]
     with pytest.raises(ValueError, match="each with its own name: got"):
         runs.run(tmp_path, measurements=listed)
 
@@ -258,7 +257,7 @@ def test_measurements_need_names_of_their_own(tmp_path, names):
 def test_bad_settings_are_refused_before_anything_is_compiled_or_written(tmp_path):
     objective = runs.objective()
     listed = [HessianTrace(), HessianEigenpairs(max_steps=0)]
-    with pytest.raises(ValueError, match="max_steps must be at least 1"):
+    with pytest.raises(ValueError, match="max_steps must be .* at least 1"):
         runs.run(tmp_path / "new", objective=objective, measurements=listed)
     assert not objective.num_traces
     assert not (tmp_path / "new").exists()

@@ -115,6 +115,14 @@ BAD_SETTINGS = {
     "finite and not negative: got -1.0": {"z_loss": -1.0},
     "finite and not negative: got inf": {"z_loss": float("inf")},
     "finite and not negative: got nan": {"z_loss": float("nan")},
+    "finite and not negative: got 'a'": {"z_loss": "a"},
+    "finite and not negative: got None": {"z_loss": None},
+    r"finite and not negative: got \[1\]": {"z_loss": [1]},
+    r"custom_jvp: got \['jvp'\]": {"impl": ["jvp"]},
+    "AVERAGE_PER_SEQUENCE: got 'tokens'": {"loss_normalizing_factor": "tokens"},
+    r"AVERAGE_PER_SEQUENCE: got \[1\]": {"loss_normalizing_factor": [1]},
+    "AVERAGE_PER_SEQUENCE: got nan": {"loss_normalizing_factor": float("nan")},
+    "AVERAGE_PER_SEQUENCE: got True": {"loss_normalizing_factor": True},
 }
 
 
@@ -125,7 +133,10 @@ def test_settings_are_refused_with_a_sentence(message):
 
 
 def test_settings_that_are_fine_pass():
-    check_loss_settings("custom_vjp", np.int64(3), 0.5, np.float32(1e-4))
+    check_loss_settings("custom_vjp", np.int64(3), 0.5, np.float32(1e-4), 7)
+    check_loss_settings("autodiff", z_loss=jnp.bfloat16(0.5))
+    check_loss_settings("autodiff", loss_normalizing_factor="average_per_sequence")
+    check_loss_settings("autodiff", loss_normalizing_factor=jnp.float32(3))
     jax.jit(lambda z_loss: check_loss_settings("autodiff", None, 0.0, z_loss))(0.1)
 
 

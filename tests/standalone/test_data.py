@@ -117,7 +117,9 @@ def test_lengths_of_other_features_are_refused():
 
 @pytest.mark.parametrize("size", [0, -4])
 def test_batch_sizes_below_one_are_refused(size):
-    with pytest.raises(ValueError, match=f"BATCH_SIZE must be at least 1: got {size}"):
+    with pytest.raises(
+        ValueError, match=f"BATCH_SIZE must be a whole number of at least 1: got {size}"
+    ):
         first(1, changed(batch_size=size))
 
 
@@ -159,5 +161,3 @@ def test_empty_dataset_is_refused(empty_task):
 def test_too_few_batches_are_refused():
     with pytest.raises(ValueError, match="must have 4 batches of 2000: it has 3"):
         data.fixed_batches(changed(batch_size=2000), "validation", 4)
-    with pytest.raises(ValueError, match="at least 1: got 0"):
-        data.fixed_batches(CONFIG, "validation", 0)

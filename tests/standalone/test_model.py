@@ -57,9 +57,19 @@ def test_accuracy_counts_weighted_tokens_only():
     np.testing.assert_allclose(metrics["accuracy"].compute(), expected, rtol=1e-6)
 
 
-def test_unknown_loss_is_refused():
-    with pytest.raises(ValueError, match="custom_jvp"):
-        subjects.model({"loss_impl": "nonsense"})
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"loss_impl": "nonsense"}, "custom_jvp: got 'nonsense'"),
+        ({"loss_chunk_length": 0}, "at least 1: got 0"),
+        ({"label_smoothing": 1.0}, r"\[0, 1\): got 1.0"),
+        ({"z_loss": -1.0}, "finite and not negative: got -1.0"),
+        ({"loss_normalizing_factor": "tokens"}, "SEQUENCE: got 'tokens'"),
+    ],
+)
+def test_loss_settings_are_refused_when_the_model_is_made(setting, message):
+    with pytest.raises(ValueError, match=message):
+        subjects.model(setting)
 
 
 def test_metrics_have_t5x_names():

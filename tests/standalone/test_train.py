@@ -171,7 +171,9 @@ def test_a_second_training_in_the_folder_is_refused(tmp_path):
     ],
 )
 def test_counts_below_one_are_refused(argument, macro, tmp_path):
-    with pytest.raises(ValueError, match=f"{macro} must be at least 1: got 0"):
+    with pytest.raises(
+        ValueError, match=f"{macro} must be a whole number of at least 1: got 0"
+    ):
         run(tmp_path, **{argument: 0})
 
 
@@ -186,7 +188,9 @@ def test_the_schedule_warms_up_and_decays_with_the_root_of_the_step():
     steps = [0, 1, 4, 16, 100]
     expected = [0.0, 0.25, 1.0, 0.5, 0.2]
     np.testing.assert_allclose([schedule(step) for step in steps], expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="WARMUP_STEPS must be at least 1: got 0"):
+    with pytest.raises(
+        ValueError, match="WARMUP_STEPS must be a whole number of at least 1: got 0"
+    ):
         schedules.rsqrt_schedule(2.0, warmup_steps=0)
 
 

@@ -1,12 +1,13 @@
-"""Runs `python -m MODULE ARGV` in forks of one process that has imported T5X once.
+"""Runs `python -m MODULE ARGV` in forks of one process that has imported it all once.
 
-Importing T5X takes longer than a tiny run. One JSON object per line comes in on stdin,
+Importing T5X, if it is there, takes longer than a tiny run. One JSON object per line comes in on stdin,
 {"id", "module", "argv", "env", "log"}, and "id status" goes out on stdout as each ends.
 JAX and
 TensorFlow start their runtimes in the forks only, so that every run is a process of its
 own, with its own devices, flags and gin configuration.
 """
 
+import importlib.util
 import json
 import os
 import runpy
@@ -14,18 +15,25 @@ import sys
 import threading
 import traceback
 
-# Below: what t5x.train, eval and infer import; not t5x.main, which defines flags.
 sys.path.insert(0, os.getcwd())  # as python -m does
 
 import seqio  # noqa: F401
-import t5x.eval  # noqa: F401
-import t5x.infer  # noqa: F401
-import t5x.train  # noqa: F401
-from t5x import gin_utils  # noqa: F401
-from t5x.examples.t5 import network  # noqa: F401
 
-import t5x_fwdloss.models  # noqa: F401
+import t5x_fwdloss.standalone.checkpoints  # noqa: F401  and not the scripts, which runpy runs
+import t5x_fwdloss.standalone.command_line  # noqa: F401
+import t5x_fwdloss.standalone.model  # noqa: F401
+import t5x_fwdloss.standalone.network  # noqa: F401
 import t5x_fwdloss.tasks  # noqa: F401
+
+if importlib.util.find_spec("t5x"):
+    # What t5x.train, eval and infer import; not t5x.main, which defines flags.
+    import t5x.eval  # noqa: F401
+    import t5x.infer  # noqa: F401
+    import t5x.train  # noqa: F401
+    from t5x import gin_utils  # noqa: F401
+    from t5x.examples.t5 import network  # noqa: F401
+
+    import t5x_fwdloss.models  # noqa: F401
 
 
 def run(job):
@@ -40,6 +48,8 @@ def run(job):
         runpy.run_module(job["module"], run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else int(bool(stop.code))
+        if isinstance(stop.code, str):
+            sys.stderr.write(f"{stop.code}\n")
     except BaseException:
         traceback.print_exc()
         status = 1

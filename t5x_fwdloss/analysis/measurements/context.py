@@ -196,15 +196,3 @@ def result(
         numbers=numbers,
         **fields,
     )
-
-
-def check_at_least(measurement: str, name: str, value: int, least: int) -> None:
-    """Refuse a count below `least`.
-
-    Raises:
-        ValueError: names the measurement, the argument, the bound and the value.
-    """
-    if value < least:
-        raise ValueError(
-            f"{measurement}.{name} must be at least {least}: got {name}={value}."
-        )

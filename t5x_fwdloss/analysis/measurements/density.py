@@ -1,12 +1,13 @@
 """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
@@ -41,27 +42,16 @@ class SpectralDensity(OfMatrix):
         damping: what is added to every eigenvalue.
     """
 
-    name: str
-    num_probes: int = 4
-    num_steps: int = 40
-    kind: str = "rademacher"
+    name: settings.Words
+    num_probes: settings.Positive = 4
+    num_steps: settings.Positive = 40
+    kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
-    save_every: int = 20
+    save_every: settings.Positive = 20
 
     def validate(self, context: Context) -> None:
-        """Check the counts and the law of the probes.
-
-        Raises:
-            ValueError: one of them is out of range.
-        """
+        """Check that the matrix is there; `check_matrix` says what it raises."""
         self.check_matrix(context)
-        title = type(self).__name__
-        for name in ("num_probes", "num_steps", "save_every"):
-            check_at_least(title, name, getattr(self, name), 1)
-        if self.kind not in ("rademacher", "normal"):
-            raise ValueError(
-                f"{title}.kind must be 'rademacher' or 'normal': got {self.kind!r}."
-            )
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos probe by probe, from the saved state if there is one."""
@@ -131,7 +121,7 @@ class HessianSpectralDensity(SpectralDensity):
 
     matrix: ClassVar[str] = "hessian"
 
-    name: str = "hessian_spectral_density"
+    name: settings.Words = "hessian_spectral_density"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +130,7 @@ class GaussNewtonSpectralDensity(SpectralDensity):
 
     matrix: ClassVar[str] = "gauss_newton"
 
-    name: str = "gauss_newton_spectral_density"
+    name: settings.Words = "gauss_newton_spectral_density"
 
 
 def _steps(state: SlqState) -> int:

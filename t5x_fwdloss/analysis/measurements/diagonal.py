@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
-from t5x_fwdloss.analysis.measurements.groups import by_layer
+from t5x_fwdloss.analysis.measurements.context import Context, result
+from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,
@@ -38,16 +39,14 @@ class HessianDiagonal:
 
     matrix: ClassVar[str] = "hessian"
 
-    name: str = "hessian_diagonal"
-    num_probes: int = 32
-    block_size: int = 4
-    max_saved: int = 1_000_000
+    name: settings.Words = "hessian_diagonal"
+    num_probes: settings.Several = 32
+    block_size: settings.Positive = 4
+    max_saved: settings.Count = 1_000_000
 
     def validate(self, context: Context) -> None:
-        """Check the counts."""
+        """Check that the objective has the matrix."""
         context.objective.check_matrix(self.matrix)
-        check_at_least(type(self).__name__, "num_probes", self.num_probes, 2)
-        check_at_least(type(self).__name__, "block_size", self.block_size, 1)
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved running mean on if there is one."""
@@ -91,8 +90,9 @@ class HessianDiagonal:
             error = trees.add(found.diagonal_error, entries)
             found = dataclasses.replace(found, diagonal_error=error)
         entries = groups.group_masks(context.params, by_layer(context.params))
+        labels = labels_of(entries)
         for name, mask in entries.items():
-            label = name.replace("/", ".")
+            label = labels[name]
             flags = jax.tree.leaves(mask)
             chosen = [
                 [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]

@@ -7,14 +7,14 @@ and the loss itself at some $t$, so that the report shows how far the model reac
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import parameters
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis import parameters, settings
+from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.curvature import (
     apply_diagonal,
@@ -54,33 +54,26 @@ class DirectionalDerivatives:
 
     needs_forward_mode: ClassVar[bool] = True
 
-    name: str = "directional_derivatives"
+    name: settings.Words = "directional_derivatives"
     along_gradient: bool = True
     along_preconditioned_gradient: bool = False
-    num_random: int = 3
-    random_normalization: str = "vector"
-    eigenvectors_of: str | None = None
-    checkpoints: Sequence[str] = ()
-    num_points: int = 9
-    relative_radius: float = 0.02
+    num_random: settings.Count = 3
+    random_normalization: Annotated[str, settings.one_of(*NORMALIZATIONS)] = "vector"
+    eigenvectors_of: settings.Words | None = None
+    checkpoints: Sequence[settings.Path] = ()
+    num_points: settings.Count = 9
+    relative_radius: settings.Above = 0.02
 
     def validate(self, context: Context) -> None:
-        """Check the counts, and that the other checkpoints load and fit.
+        """Check that there is a direction, and that other checkpoints load and fit.
 
         Raises:
-            ValueError: nothing to do, a count below its bound, or no way to load.
+            ValueError: nothing to do, or no way to load.
         """
-        check_at_least(type(self).__name__, "num_random", self.num_random, 0)
-        check_at_least(type(self).__name__, "num_points", self.num_points, 0)
         if not self._num_directions(context):
             raise ValueError(
                 "DirectionalDerivatives needs a direction: got along_gradient=False, "
                 "num_random=0, no eigenvectors and no checkpoints."
-            )
-        if self.random_normalization not in NORMALIZATIONS:
-            raise ValueError(
-                "DirectionalDerivatives.random_normalization must be one of "
-                f"{', '.join(NORMALIZATIONS)}: got {self.random_normalization!r}."
             )
         if self.along_preconditioned_gradient:
             context.check_preconditioner(
@@ -90,11 +83,6 @@ class DirectionalDerivatives:
             raise ValueError(
                 "DirectionalDerivatives.eigenvectors_of must name a measurement before "
                 f"it with save_eigenvectors=True: got {self.eigenvectors_of!r}."
-            )
-        if self.relative_radius <= 0:
-            raise ValueError(
-                "DirectionalDerivatives.relative_radius must be positive: got "
-                f"{self.relative_radius:g}."
             )
         for path in self.checkpoints:
             if not np.isfinite(float(trees.norm(self._difference(context, path)))):

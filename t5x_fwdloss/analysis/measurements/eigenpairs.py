@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from t5x_fwdloss.analysis import vector_store
+from t5x_fwdloss.analysis import settings, vector_store
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
@@ -57,15 +57,15 @@ class Eigenpairs(OfMatrix):
         damping: what is added to every eigenvalue.
     """
 
-    name: str
-    num_largest: int = 5
-    num_smallest: int = 2
-    max_steps: int = 80
-    tolerance: float = 1e-3
-    max_basis: int | None = None
+    name: settings.Words
+    num_largest: settings.Count = 5
+    num_smallest: settings.Count = 2
+    max_steps: settings.Positive = 80
+    tolerance: settings.Fraction = 1e-3
+    max_basis: settings.Positive | None = None
     basis_on_host: bool = False
-    save_every: int = 10
-    num_starts: int = 1
+    save_every: settings.Positive = 10
+    num_starts: settings.Positive = 1
     save_eigenvectors: bool = False
 
     @property
@@ -74,27 +74,15 @@ class Eigenpairs(OfMatrix):
         return (self.num_largest + self.num_smallest) * self.save_eigenvectors
 
     def validate(self, context: Context) -> None:
-        """Check the counts and the tolerance.
+        """Check that the matrix is there and that a pair is wanted.
 
         Raises:
-            ValueError: one of them is out of range.
+            ValueError: no pair is wanted, or what `check_matrix` raises.
         """
         self.check_matrix(context)
         title = type(self).__name__
-        for name, least in (
-            ("num_largest", 0),
-            ("num_smallest", 0),
-            ("max_steps", 1),
-            ("save_every", 1),
-            ("num_starts", 1),
-        ):
-            check_at_least(title, name, getattr(self, name), least)
         if self.num_largest + self.num_smallest < 1:
             raise ValueError(f"{title} needs num_largest or num_smallest: both are 0.")
-        if not 0 < self.tolerance < 1:
-            raise ValueError(
-                f"{title}.tolerance must lie between 0 and 1: got {self.tolerance:g}."
-            )
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
@@ -231,7 +219,7 @@ class HessianEigenpairs(Eigenpairs):
 
     matrix: ClassVar[str] = "hessian"
 
-    name: str = "hessian_eigenpairs"
+    name: settings.Words = "hessian_eigenpairs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +228,8 @@ class GaussNewtonEigenpairs(Eigenpairs):
 
     matrix: ClassVar[str] = "gauss_newton"
 
-    name: str = "gauss_newton_eigenpairs"
-    num_smallest: int = 0
+    name: settings.Words = "gauss_newton_eigenpairs"
+    num_smallest: settings.Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +238,8 @@ class FisherEigenpairs(Eigenpairs):
 
     matrix: ClassVar[str] = "fisher"
 
-    name: str = "fisher_eigenpairs"
-    num_smallest: int = 0
+    name: settings.Words = "fisher_eigenpairs"
+    num_smallest: settings.Count = 0
 
 
 def _extremes(state) -> str:

@@ -4,16 +4,18 @@ The groups come from the same probes, so that they add up to the whole. A trace 
 nothing about blocks off the diagonal; the Frobenius norm beside it counts them too.
 """
 
+import collections
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import jax
 import numpy as np
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.curvature import groups, trees
@@ -36,26 +38,15 @@ class GroupTraces:
 
     matrix: ClassVar[str]
 
-    name: str
-    groups: Mapping[str, str] | None = None
-    num_probes: int = 32
-    block_size: int = 4
-    confidence: float = 0.95
+    name: settings.Words
+    groups: Mapping[settings.Words, settings.Words] | None = None
+    num_probes: settings.Several = 32
+    block_size: settings.Positive = 4
+    confidence: settings.Fraction = 0.95
 
     def validate(self, context: Context) -> None:
-        """Check the counts, and that every pattern matches something.
-
-        Raises:
-            ValueError: a count is out of range or a pattern matches nothing.
-        """
+        """Check that every pattern matches something (`ValueError`)."""
         context.objective.check_matrix(self.matrix)
-        title = type(self).__name__
-        check_at_least(title, "num_probes", self.num_probes, 2)
-        check_at_least(title, "block_size", self.block_size, 1)
-        if not 0 < self.confidence < 1:
-            raise ValueError(
-                f"{title}.confidence must lie between 0 and 1: got {self.confidence:g}."
-            )
         groups.group_masks(context.params, self.patterns(context))
 
     def patterns(self, context: Context) -> Mapping[str, str]:
@@ -107,10 +98,10 @@ class GroupTraces:
         numbers["frobenius_norm"] = Number(
             found.frobenius_norm, unit, found.frobenius_error, STANDARD_ERROR
         )
-        samples = {}
+        samples, labels = {}, labels_of(found.groups)
         for name, estimate in found.groups.items():
             size = groups.group_dimension(context.params, masks[name])
-            label = name.replace("/", ".")
+            label = labels[name]
             numbers[f"{label}/trace"] = number(estimate)
             numbers[f"{label}/mean_eigenvalue"] = number(estimate, size)
             numbers[f"{label}/parameters"] = Number(float(size), "1")
@@ -150,7 +141,7 @@ class HessianGroupTraces(GroupTraces):
 
     matrix: ClassVar[str] = "hessian"
 
-    name: str = "hessian_group_traces"
+    name: settings.Words = "hessian_group_traces"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +150,17 @@ class GaussNewtonGroupTraces(GroupTraces):
 
     matrix: ClassVar[str] = "gauss_newton"
 
-    name: str = "gauss_newton_group_traces"
+    name: settings.Words = "gauss_newton_group_traces"
+
+
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """The names of groups as parts of names of numbers: '.' in the place of '/'.
+
+    Names that would then be the same, 'a/b' and 'a.b', stay as they are.
+    """
+    short = {name: name.replace("/", ".") for name in names}
+    shared = collections.Counter(short.values())
+    return {name: x if shared[x] == 1 else name for name, x in short.items()}
 
 
 def by_layer(params) -> dict[str, str]:

@@ -11,13 +11,13 @@ the eigenvalues of $D^2 A$, which decide whether steps are stable.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 from jaxtyping import PyTree
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context
 from t5x_fwdloss.analysis.numbers import Number
 from t5x_fwdloss.curvature import groups, preconditioning, trees
@@ -39,7 +39,7 @@ class OfMatrix:
 
     matrix: ClassVar[str]
 
-    group: str | None = None
+    group: settings.Words | None = None
     preconditioned: bool = False
     damping: float = 0.0
 
@@ -47,15 +47,12 @@ class OfMatrix:
         """Check that the matrix is there, with group and optimizer.
 
         Raises:
-            ValueError: the objective lacks the matrix, the group matches nothing, the
-                damping is not finite, or the run cannot read an optimizer's state.
+            ValueError: the objective lacks the matrix, the group matches nothing that is
+                trained, or the run cannot read an optimizer's state.
         """
         context.objective.check_matrix(self.matrix)
-        title = type(self).__name__
-        if not math.isfinite(self.damping):
-            raise ValueError(f"{title}.damping must be finite: got {self.damping}.")
         if self.preconditioned:
-            context.check_preconditioner(f"{title}.preconditioned")
+            context.check_preconditioner(f"{type(self).__name__}.preconditioned")
         mask = self.mask(context)
         if mask is not None and not any(jax.tree.leaves(mask)):
             trained = jax.tree.leaves(context.preconditioner().trained)
@@ -63,8 +60,9 @@ class OfMatrix:
             names = zip(trees.leaf_paths(floats), trained, strict=True)
             some = ", ".join([name for name, flag in names if flag][:3])
             raise ValueError(
-                f"{title}.group must hold parameters that the checkpoint's optimizer "
-                f"trains: {self.group!r} holds none, and it trains {some} and others."
+                f"{type(self).__name__}.group must hold parameters that the checkpoint's "
+                f"optimizer trains: {self.group!r} holds none, and it trains {some} and "
+                "others."
             )
 
     def mask(self, context: Context) -> PyTree | None:

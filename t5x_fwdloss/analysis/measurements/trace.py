@@ -1,12 +1,15 @@
 """The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements import trace_estimators
-from t5x_fwdloss.analysis.measurements.context import Context, check_at_least, result
+from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+
+Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,40 +37,19 @@ class Trace(OfMatrix):
         damping: what is added to every eigenvalue.
     """
 
-    name: str
-    num_probes: int = 32
-    block_size: int = 4
-    estimator: str = "hutchinson"
-    sketch_size: int = 10
-    kind: str = "rademacher"
-    relative_error: float | None = None
-    confidence: float = 0.95
+    name: settings.Words
+    num_probes: settings.Several = 32
+    block_size: settings.Positive = 4
+    estimator: Estimator = "hutchinson"
+    sketch_size: settings.Positive = 10
+    kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
+    relative_error: settings.Above | None = None
+    confidence: settings.Fraction = 0.95
     basis_on_host: bool = False
 
     def validate(self, context: Context) -> None:
-        """Check the counts, the estimator, the law of the probes and the confidence.
-
-        Raises:
-            ValueError: one of them is out of range.
-        """
+        """Check that the matrix is there; `check_matrix` says what it raises."""
         self.check_matrix(context)
-        title = type(self).__name__
-        check_at_least(title, "num_probes", self.num_probes, 2)
-        check_at_least(title, "block_size", self.block_size, 1)
-        check_at_least(title, "sketch_size", self.sketch_size, 1)
-        if self.estimator not in trace_estimators.ESTIMATORS:
-            raise ValueError(
-                f"{title}.estimator must be one of "
-                f"{', '.join(trace_estimators.ESTIMATORS)}: got {self.estimator!r}."
-            )
-        if self.kind not in ("rademacher", "normal"):
-            raise ValueError(
-                f"{title}.kind must be 'rademacher' or 'normal': got {self.kind!r}."
-            )
-        if not 0 < self.confidence < 1:
-            raise ValueError(
-                f"{title}.confidence must lie between 0 and 1: got {self.confidence:g}."
-            )
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from what was saved on if there is anything."""
@@ -135,7 +117,7 @@ class HessianTrace(Trace):
 
     matrix: ClassVar[str] = "hessian"
 
-    name: str = "hessian_trace"
+    name: settings.Words = "hessian_trace"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +126,7 @@ class GaussNewtonTrace(Trace):
 
     matrix: ClassVar[str] = "gauss_newton"
 
-    name: str = "gauss_newton_trace"
+    name: settings.Words = "gauss_newton_trace"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +135,7 @@ class FisherTrace(Trace):
 
     matrix: ClassVar[str] = "fisher"
 
-    name: str = "fisher_trace"
+    name: settings.Words = "fisher_trace"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +144,7 @@ class SampledFisherTrace(Trace):
 
     matrix: ClassVar[str] = "sampled_fisher"
 
-    name: str = "sampled_fisher_trace"
+    name: settings.Words = "sampled_fisher_trace"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,4 +153,4 @@ class EmpiricalFisherTrace(Trace):
 
     matrix: ClassVar[str] = "empirical_fisher"
 
-    name: str = "empirical_fisher_trace"
+    name: settings.Words = "empirical_fisher_trace"
