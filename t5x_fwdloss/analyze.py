@@ -142,6 +142,7 @@ def analyze(
         is_primary=is_primary,
         config_text=config_text,
         task=dataset.task_name(dataset_cfg),
+        optimizer=host_optimizer.name_of(model.optimizer_def),
     )
     with on_mesh(partitioner):
         objective = analysis.Objective.from_model(

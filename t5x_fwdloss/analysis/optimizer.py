@@ -91,7 +91,7 @@ def of_update(
     known = bool(np.isfinite(response.threshold))
     return Preconditioner(
         trees.scale(1.0 / factor, response.diagonal),
-        _name(state),
+        name_of(state),
         learning_rate,
         includes_learning_rate=learning_rate is None,
         threshold=response.threshold / in_long_run if known else None,
@@ -172,7 +172,8 @@ def _injected(state) -> float | None:
     return None
 
 
-def _name(state) -> str:
+def name_of(state: Any) -> str:
+    """The name of the optimizer that has such a state, or the shapes of one."""
     names = [name for kind, name in NAMES.items() if _nodes(state, kind)]
     return names[0] if names else "SGD"
 

@@ -1,17 +1,20 @@
 """The report of a run: one HTML file, with nothing to fetch."""
 
+import html
 import string
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_fwdloss.analysis import plots
+from t5x_fwdloss.analysis import model_facts, plots, report_header
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.report_style import PAGE, STYLE
 from t5x_fwdloss.analysis.report_tables import (
     definitions,
     escaped,
     of_numbers,
+    section_id,
     table,
+    title_of,
 )
 from t5x_fwdloss.analysis.table import DASH
 
@@ -25,7 +28,8 @@ def render(document: dict[str, Any], results: Sequence[MeasurementResult]) -> st
     """
     sections = [_section(result) for result in results]
     sections += [
-        f'<section><h2>{escaped(entry["name"])}</h2><p class="bad">Stopped: '
+        f"<section id='{section_id(entry['name'])}'><h2>{title_of(entry['name'])}</h2>"
+        f'<p class="bad">Stopped: '
         f"{escaped(entry['reason'])}</p></section>"
         for entry in document["measurements"]
         if entry["status"] == "failed"
@@ -37,12 +41,25 @@ def render(document: dict[str, Any], results: Sequence[MeasurementResult]) -> st
         title=escaped(f"{title}: {where}{step}"),
         heading=title,
         style=STYLE,
-        lead=_lead(document, results),
+        lead=report_header.subject(document) + _lead(document, results),
+        headlines=report_header.headlines(results),
+        contents=report_header.contents(_sections(document, results)),
         facts=_facts(document),
         checks=_checks(document["preflight"]),
         sections="\n".join(sections),
         environment=_environment(document),
     )
+
+
+def _sections(document, results) -> list[tuple[str, str]]:
+    failed = [x["name"] for x in document["measurements"] if x["status"] == "failed"]
+    names = [result.name for result in results] + failed
+    return [
+        ("facts", "What was measured"),
+        *((section_id(name), html.unescape(title_of(name))) for name in names),
+        ("checks", "Checks before the measurements"),
+        ("environment", "Where it was measured"),
+    ]
 
 
 def _lead(document, results) -> str:
@@ -74,7 +91,15 @@ def _facts(document) -> str:
         "Loss": ", ".join(f"{k} = {v}" for k, v in loss.items()),
         "Normalizer W": f"{document['normalizer']['W']:,.6g} "
         f"({document['normalizer']['kind'].replace('_', ' ')})",
-        "Parameters": f"{document['num_parameters']:,}",
+        "Model": ", ".join(
+            filter(
+                None, (document["model"]["class"], model_facts.words(document["model"]))
+            )
+        )
+        or DASH,
+        "Parameters": f"{document['num_parameters']:,}, "
+        f"{' and '.join(document['model']['parameter_dtypes'])}",
+        "Optimizer": document["optimizer"] or DASH,
         "Seed": str(document["seed"]),
         "Activations": document["activation_dtype"],
         "Matmul precision": document["matmul_precision"],
@@ -133,16 +158,8 @@ def _section(result: MeasurementResult) -> str:
     settings = ", ".join(
         f"{k} = {v}" for k, v in result.settings.items() if k != "name"
     )
-    title = _title(result.name)
     return (
-        f"<section><h2>{escaped(title)}</h2>{notes}{''.join(figures)}"
+        f"<section id='{section_id(result.name)}'><h2>{title_of(result.name)}</h2>{notes}{''.join(figures)}"
         f"{of_numbers(result.numbers)}<p class='small'>{escaped(result.kind)}: "
         f"{escaped(settings)}. {result.seconds:.1f} s.</p></section>"
     )
-
-
-def _title(name: str) -> str:
-    title = name.replace("_", " ").replace("gauss newton", "Gauss-Newton")
-    for word in ("hessian", "fisher"):
-        title = title.replace(word, word.capitalize())
-    return title[:1].upper() + title[1:]

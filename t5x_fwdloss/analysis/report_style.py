@@ -24,10 +24,14 @@ body {
   margin: 0; background: var(--page); color: var(--ink);
   font: 15px/1.5 var(--font);
 }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
+main { max-width: 72rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0 0 .5rem; letter-spacing: -.01em; }
 h2 { font-size: 1.15rem; margin: 0 0 .75rem; }
 header p { margin: .2rem 0; }
+.subject { font-weight: 500; }
+a { color: var(--series-0); }
+nav { margin: 1.25rem .25rem 0; }
+nav ol { columns: 18rem; margin: 0; padding-left: 1.5rem; }
 section {
   background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 1.1rem 1.25rem; margin-top: 1.25rem;
@@ -46,6 +50,7 @@ th, td {
   white-space: nowrap; font-variant-numeric: tabular-nums; vertical-align: baseline;
 }
 td.small { white-space: normal; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
 th { color: var(--faint); font-weight: 500; }
 .n { text-align: right; }
 tbody tr:last-child td { border-bottom: 0; }
@@ -67,14 +72,16 @@ PAGE = """<!DOCTYPE html>
 <h1>$heading</h1>
 $lead
 </header>
-<section><h2>What was measured</h2>
+$headlines
+$contents
+<section id="facts"><h2>What was measured</h2>
 $facts
 </section>
 $sections
-<section><h2>Checks before the measurements</h2>
+<section id="checks"><h2>Checks before the measurements</h2>
 $checks
 </section>
-<section><h2>Where it was measured</h2>
+<section id="environment"><h2>Where it was measured</h2>
 $environment
 </section>
 </main>

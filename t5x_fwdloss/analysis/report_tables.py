@@ -54,6 +54,29 @@ def _list(numbers: dict[str, Number]) -> str:
     )
 
 
+def number_cells(name: str, number: Number) -> str:
+    """The cells of a number in a row: its name, value, error, unit, convergence."""
+    state = "" if number.converged else "<b>not converged</b>"
+    return (
+        f"<td>{_spaced(name)}</td><td class='n'>{format_value(number)}</td>"
+        f"<td class='e'>{format_error(number)}</td><td>{_unit(number)}</td>"
+        f"<td class='small'>{state}</td>"
+    )
+
+
+def section_id(name: str) -> str:
+    """The id of a measurement's section; no figure has one like it."""
+    return escaped(f"measurement-{name}")
+
+
+def title_of(name: str) -> str:
+    """A measurement's name as a title, escaped."""
+    title = name.replace("_", " ").replace("gauss newton", "Gauss-Newton")
+    for word in ("hessian", "fisher"):
+        title = title.replace(word, word.capitalize())
+    return escaped(title[:1].upper() + title[1:])
+
+
 def _grid(numbers: dict[str, Number]) -> str:
     labels = list(dict.fromkeys(name.rpartition("/")[0] for name in numbers))
     columns = list(dict.fromkeys(name.rpartition("/")[2] for name in numbers))

@@ -21,6 +21,7 @@ from t5x_fwdloss.analysis import (
     events,
     files,
     identity,
+    model_facts,
     parameters,
     preflight,
     programs,
@@ -52,6 +53,7 @@ class HostInfo:
         is_primary: whether this process writes; by default JAX's process 0.
         config_text: the run's configuration, kept as `config.gin`.
         task: name of the task or mixture that the batches come from.
+        optimizer: the name of the optimizer that trained the checkpoint.
     """
 
     checkpoint: str = ""
@@ -62,6 +64,7 @@ class HostInfo:
     is_primary: bool | None = None
     config_text: str = ""
     task: str = ""
+    optimizer: str = ""
 
     @property
     def primary(self) -> bool:
@@ -272,6 +275,8 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
         "activation_dtype": fingerprint["activation_dtype"],
         "parameters_checksum": fingerprint["parameters"],
         "loss_value": fingerprint["loss_value"],
+        "model": model_facts.describe(objective.model, context.params),
+        "optimizer": host.optimizer,
         "num_parameters": trees.dimension(context.params),
         "parameters_left_out": trees.left_out(context.params),
         "environment": environment.describe(host.mesh),

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from t5x import adafactor, partitioning, utils
+from t5x import adafactor, optimizers, partitioning, utils
 
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis import parameters
@@ -46,6 +46,14 @@ def load(
     optimizer = restored.state._optimizer
     rate = optimizer_lib.at_step(learning_rate, restored.step)
     return of_t5x(optimizer, rate)
+
+
+def name_of(definition: Any) -> str:
+    """The name of a T5X optimizer, or of the one of optax that it wraps."""
+    if not isinstance(definition, optimizers.OptaxWrapper):
+        return type(definition).__name__
+    like = {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
+    return optimizer_lib.name_of(jax.eval_shape(definition.init_state, like))
 
 
 def of_t5x(

@@ -117,6 +117,11 @@ def analyze(
             )
         ),
         config_text=config_text,
+        optimizer=(
+            ""
+            if optimizer is None
+            else optimizer_lib.name_of(jax.eval_shape(optimizer.init, params))
+        ),
         task=dataset.mixture_or_task_name,
     )
     return analysis.run_analysis(

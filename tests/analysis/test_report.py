@@ -1,5 +1,6 @@
 """The report is one whole page that fetches nothing, and the table says the same."""
 
+import html
 import html.parser
 import io
 import json
@@ -161,10 +162,55 @@ def test_the_time_left_leaves_out_the_first_step_which_compiles():
 
 
 def test_a_stage_says_that_it_begins_and_how_long_it_took(caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="absl"):
         with stage("Restoring /m/checkpoint_50"):
             assert caplog.messages == ["Restoring /m/checkpoint_50"]
         with stage("Elsewhere", is_primary=False):
             pass
     assert len(caplog.messages) == 2
     assert re.fullmatch(r"Restoring /m/checkpoint_50: \d+\.\d s", caplog.messages[1])
+
+
+def text_of(page, start, end):
+    """The visible text of a part of the page."""
+    part = page[page.index(start) :]
+    part = part[: part.index(end)]
+    return " ".join(re.sub(r"<[^>]*>", " ", part).split())
+
+
+def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    document |= {"task": "some_task", "step": 1200, "optimizer": "Adafactor"}
+    document["model"]["sizes"] = {"num_encoder_layers": 2, "vocab_size": 32128}
+    results = [
+        result_from_json(x, {}) for x in document["measurements"] if "numbers" in x
+    ]
+    found = report.render(document, [])
+    head = html.unescape(text_of(found, "<header>", "</header>"))
+    for words in (
+        document["model"]["class"],
+        "2 encoder layers, vocabulary 32,128",
+        f"{document['num_parameters']:,} parameters in float32",
+        "activations in float32",
+        "optimizer Adafactor",
+        "task some_task",
+        "step 1,200",
+    ):
+        assert words in head
+    short = html.unescape(text_of(page, "<h2>In short", "</section>"))
+    for result in results:
+        for name, number in list(result.numbers.items())[:2]:
+            row = f"{name.replace('_', ' ')} {format_value(number)}"
+            row += f" {format_error(number)}" if number.error is not None else ""
+            assert row in short
+
+
+def test_every_measurement_is_in_the_contents(page, finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    parsed = Page()
+    parsed.feed(page[page.index("<nav>") : page.index("</nav>")])
+    links = [value for name, value in parsed.attributes if name == "href"]
+    names = [f"#measurement-{x['name']}" for x in document["measurements"]]
+    assert links == ["#facts", *names, "#checks", "#environment"]
+    for link in links:
+        assert f"id='{link[1:]}'" in page or f'id="{link[1:]}"' in page
