@@ -1,6 +1,7 @@
 """Whose a folder is: a run's own is resumed or left as it is, any other is not touched."""
 
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -329,6 +330,21 @@ def test_a_lock_that_was_removed_and_made_anew_is_not_held_twice(tmp_path):
     assert not path.exists()
     with lock.held(path, "there"):
         assert path.exists()
+
+
+def test_the_lock_of_a_file_that_its_last_holder_removed_is_none(tmp_path, monkeypatch):
+    path, real, calls = files.user_path(tmp_path / "lock"), fcntl.flock, []
+
+    def flock(descriptor, how):
+        if not calls:  # between our opening and our locking
+            os.unlink(path)
+        calls.append(how)
+        real(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with lock.held(path, "there"):
+        assert path.exists()
+    assert len(calls) == 2
 
 
 def test_a_run_whose_folder_was_taken_over_stops(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ PRODUCTS = {1: jax.jit(dense_product), 2: jax.jit(jax.vmap(dense_product))}
 class DenseContext(Context):
     """A context whose every matrix is the one above: nothing of the loss is compiled."""
 
-    def product(self, matrix, block_size=1):
+    def product(self, matrix, block_size=1, at=None):
         return PRODUCTS[block_size]
 
 
@@ -125,9 +125,8 @@ MEASUREMENTS = {
     "eigenpairs": HessianEigenpairs(
         num_largest=1,
         num_smallest=0,
-        max_steps=6,
-        max_basis=4,
-        save_every=3,
+        max_steps=4,
+        save_every=2,
         save_eigenvectors=True,
     ),
     "groups": HessianGroupTraces(num_probes=4, block_size=2),

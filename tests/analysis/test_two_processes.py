@@ -83,6 +83,12 @@ def test_every_measurement_gives_what_one_process_gives(both, tmp_path):
         assert together[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+def test_one_process_knows_the_run_of_two_as_its_own(both):
+    before = (both[0] / "results.json").read_bytes()
+    assert two_processes.run(both[0]) == 0
+    assert (both[0] / "results.json").read_bytes() == before
+
+
 def test_what_is_spread_over_processes_is_touched_by_compiled_functions_only(both):
     for said in both[1]:
         assert said["one_by_one"] == []

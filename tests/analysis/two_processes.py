@@ -19,6 +19,7 @@ from jax._src import pjit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis
+from t5x_fwdloss.analysis import optimizer
 from t5x_fwdloss.curvature import amortized
 
 from . import toy
@@ -98,7 +99,7 @@ def placed(mesh, tree, spec_of):
 def run(output_dir, mesh=None, measurements=None, **settings):
     """The analysis; the same on every mesh and number of processes."""
     params, other = (jax.tree.map(np.asarray, toy.parameters(seed)) for seed in (0, 1))
-    moment = jax.tree.map(lambda x: np.square(x) + 0.01, other)
+    diagonal = jax.tree.map(lambda x: 1 / (np.abs(x) + 0.1), other)
     batches = [
         placed(mesh, batch, lambda _: PartitionSpec("data")) for batch in toy.batches(6)
     ]
@@ -112,7 +113,9 @@ def run(output_dir, mesh=None, measurements=None, **settings):
         step=3,
         mesh=mesh,
         load_params=lambda _: placed(mesh, other, spec),
-        load_second_moment=lambda: placed(mesh, moment, spec),
+        load_preconditioner=lambda: optimizer.Preconditioner(
+            placed(mesh, diagonal, spec), "toy"
+        ),
     )
     return analysis.run_analysis(
         objective,
