@@ -27,7 +27,7 @@ from t5x_fwdloss.analysis.numbers import (
 )
 
 # Of what measurements save half-way: to be counted up when a state gets other members.
-FORMAT = 2
+FORMAT = 3
 MAX_NAME = 100
 # What lies beside the files that are named after measurements.
 RESERVED = ("config", "events", "lock", "report", "results", "run", "unfinished")

@@ -94,23 +94,22 @@ def convergence(result: MeasurementResult) -> Figure | None:
         return None
     largest = sum(name.startswith("largest_") for name in result.numbers)
     left, right = figures.panels(2, columns=2)
-    steps, pairs = history[:, 0], (history.shape[1] - 1) // 2
+    steps, pairs = history[:, 0], len(result.arrays["allowed"])
     for i in range(pairs):
         color = SERIES[0] if i < largest else SERIES[1]
         label = None
         if i in (0, largest):
             label = "largest" if i < largest else "smallest"
         values, errors = history[:, 1 + 2 * i], history[:, 2 + 2 * i]
+        errors = errors / result.arrays["allowed"][i]
         left.plot(steps, values, color=color, label=label, linewidth=1.2)
         right.semilogy(
             steps, np.where(errors > 0, errors, np.nan), color=color, linewidth=1.2
         )
-    scale = np.nanmax(np.abs(history[-1, 1::2]))
-    right.axhline(
-        result.settings["tolerance"] * scale, color=FAINT, linestyle="--", linewidth=1
-    )
+    right.axhline(1.0, color=FAINT, linestyle="--", linewidth=1)
     left.set_title("Ritz values")
-    right.set_title("estimated residuals; dashed: asked for")
+    right.set_title("estimated residuals; dashed: allowed")
+    right.set_ylabel("relative to what is allowed")
     for axis in (left, right):
         axis.set_xlabel("products")
     left.legend(loc="best")

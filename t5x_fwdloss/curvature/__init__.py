@@ -13,6 +13,8 @@ from t5x_fwdloss.curvature.densities import Density as Density
 from t5x_fwdloss.curvature.densities import density as density
 from t5x_fwdloss.curvature.densities import log_magnitudes as log_magnitudes
 from t5x_fwdloss.curvature.densities import mass as mass
+from t5x_fwdloss.curvature.densities import signs as signs
+from t5x_fwdloss.curvature.densities import zero_level as zero_level
 from t5x_fwdloss.curvature.directions import difference as difference
 from t5x_fwdloss.curvature.directions import filter_normalized as filter_normalized
 from t5x_fwdloss.curvature.directions import leaf_normalized as leaf_normalized

@@ -113,6 +113,20 @@ class Basis:
             result._add(in_flight.limited(number, new))
         return result
 
+    def joined(self, other: "Basis", first: int, count: int) -> "Basis":
+        """The vectors of both bases: `first` of this, `count` of the other, the rest."""
+        result = Basis(self._like, on_host=self.on_host)
+        result.shardings = self.shardings
+        for basis, numbers in (
+            (self, range(first)),
+            (other, range(count)),
+            (self, range(first, self.size)),
+            (other, range(count, other.size)),
+        ):
+            for number in numbers:
+                result._add(basis.row(number))
+        return result
+
     def gram(self) -> Float[np.ndarray, "size size"]:
         """The inner products of all pairs of vectors, float64 on the host."""
         rows = [self.coefficients(self.row(i)) for i in range(self.size)]

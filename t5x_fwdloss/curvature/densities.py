@@ -13,6 +13,7 @@ import scipy.special
 import scipy.stats
 from jaxtyping import Float
 
+from t5x_fwdloss.curvature import krylov
 from t5x_fwdloss.curvature.slq import SpectralSamples
 
 
@@ -167,3 +168,44 @@ def mass(
     count = len(parts)
     error = float(parts.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
     return float(parts.mean()), error
+
+
+def zero_level(
+    samples: SpectralSamples, epsilon: float, rounding: float = 0.0
+) -> float:
+    r"""The magnitude up to which an eigenvalue is zero up to rounding.
+
+    It is `krylov.rounding_level` of the steps of the longest probe, times the largest
+    magnitude of a node: about $10\, \epsilon \sqrt k \, \|A\|$.
+
+    Args:
+      samples: The quadratures.
+      epsilon: The unit of rounding of the products (`trees.epsilon` of a vector).
+      rounding: A measured relative error of the products, where it is larger.
+
+    Returns:
+      The level, in the unit of the eigenvalues; zero for a zero matrix.
+    """
+    scale = max(float(np.abs(nodes).max()) for nodes in samples.nodes)
+    num_steps = max(len(nodes) for nodes in samples.nodes)
+    return krylov.rounding_level(epsilon, num_steps, rounding) * scale
+
+
+def signs(
+    samples: SpectralSamples, level: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The negative and the zero part of the spectrum, each with its standard error.
+
+    Rounding gives the null space of a matrix nodes of either sign, so that their sign
+    means nothing: negative is what lies below `-level`, zero what lies within `level`.
+
+    Args:
+      samples: The quadratures.
+      level: The magnitude that counts as zero, as `zero_level` gives it.
+
+    Returns:
+      The fraction of eigenvalues below `-level` and its standard error over probes, and
+      the same for those in `[-level, level]`.
+    """
+    below = float(np.nextafter(-level, -np.inf))
+    return mass(samples, high=below), mass(samples, -level, level)

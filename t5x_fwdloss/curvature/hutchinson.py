@@ -20,13 +20,15 @@ from t5x_fwdloss.curvature import errors, krylov, probes, trees
 
 # No relative error is believed before there are this many probes.
 LEAST_PROBES = 8
+# Samples of this skewness, with fewer than `FEW_PROBES`, have too short an interval.
+SKEWED, FEW_PROBES = 1.0, 16
 # Units of rounding that an interval is never narrower than (estimators with a subspace).
 ROUNDING = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class TraceEstimate:
-    """A trace with its error.
+    r"""A trace with its error.
 
     Attributes:
       mean: The estimate.
@@ -34,11 +36,13 @@ class TraceEstimate:
       num_probes: The number of probes.
       samples: The estimate of each probe, float64.
       num_products: Products with the matrix.
-      interval: Two-sided confidence interval.
+      interval: Two-sided confidence interval, wider on the side of the long tail.
       confidence: The level of the interval.
       converged: Whether the relative error asked for was met; None if none was asked.
       rank: The rank of the map where the estimator exhausted its range (Hutch++ and
         XTrace): then a small error means that the trace is exact up to rounding.
+      skewness: The skewness of the samples, without bias; zero for fewer than three. A
+        single dominant eigenvalue makes it near $2 \sqrt 2$.
     """
 
     mean: float
@@ -50,6 +54,12 @@ class TraceEstimate:
     confidence: float
     converged: bool | None = None
     rank: int | None = None
+    skewness: float = 0.0
+
+    @property
+    def too_skewed(self) -> bool:
+        """Whether the interval may cover less often than its level says."""
+        return self.num_probes < FEW_PROBES and abs(self.skewness) > SKEWED
 
 
 def summarize(
@@ -61,11 +71,24 @@ def summarize(
     rank: int | None = None,
     least_error: float = 0.0,
 ) -> TraceEstimate:
-    """The mean of independent samples with its standard error and interval.
+    r"""The mean of independent samples with its standard error and interval.
 
-    The interval is Student's, widened by $1 + 2 / n$: samples are skewed where few
-    eigenvalues matter, and a run that stops at a wanted error stops where chance made it
-    small. Without the factor, intervals of 90 % covered 86 to 89 % of the time.
+    The interval is Student's, widened by $1 + 3 / n$, because a run that stops at a
+    wanted error tends to stop where the error is small by chance. Where few eigenvalues
+    dominate, samples are skewed: a mean that is too small then comes with a standard error
+    that is too small. So the quantile $q$ of the side of the long tail becomes $q +
+    |\gamma| (1 + 2 q^2) / (6 \sqrt n)$, the first term of the Edgeworth expansion of
+    Student's statistic at skewness $\gamma$; that of the other side stays.
+
+    Intervals of 95 % of a matrix with one dominant eigenvalue, eigenvectors at random,
+    cover 92 % of the time with 4 probes, 93 to 94 % with 8, and 94.3 to 95.2 % with 16 and
+    32 (without the term: 89, 89, 91 and 92 %); of flat, power-law and two-sided spectra
+    95 % or more. See `TraceEstimate.too_skewed`.
+
+    References:
+      Hall 1992, The Bootstrap and Edgeworth Expansion, section 2.6.
+      Johnson 1978, Modified t tests and confidence intervals for asymmetrical
+      populations.
 
     Args:
       samples: The samples.
@@ -82,11 +105,9 @@ def summarize(
     mean = float(np.mean(samples))
     error = float(np.std(samples, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
     error = max(error, least_error) if n > 1 else math.nan
-    half = math.inf
-    if n > 1:
-        half = (
-            (1 + 2 / n) * float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1)) * error
-        )
+    skewness = _skewness(samples)
+    below, above = (side * error for side in _quantiles(n, confidence, skewness))
+    half = max(below, above) if n > 1 else math.inf
     met = None if relative_error is None else half <= relative_error * abs(mean)
     return TraceEstimate(
         mean=mean,
@@ -94,11 +115,31 @@ def summarize(
         num_probes=n,
         samples=np.asarray(samples, np.float64),
         num_products=num_products,
-        interval=(mean - half, mean + half),
+        interval=(mean - below, mean + above) if n > 1 else (-math.inf, math.inf),
         confidence=confidence,
         converged=met,
         rank=rank,
+        skewness=skewness,
     )
+
+
+def _skewness(samples) -> float:
+    n, deviations = len(samples), samples - np.mean(samples)
+    second = float(np.mean(deviations**2))
+    if n < 3 or second == 0.0:
+        return 0.0
+    third = float(np.mean((deviations / math.sqrt(second)) ** 3))
+    return math.sqrt(n * (n - 1)) / (n - 2) * third
+
+
+def _quantiles(n, confidence, skewness) -> tuple[float, float]:
+    """Standard errors to the lower and to the upper end of an interval."""
+    if n < 2:
+        return math.inf, math.inf
+    plain = float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1))
+    longer = plain + abs(skewness) * (1 + 2 * plain**2) / (6 * math.sqrt(n))
+    sides = (plain, longer) if skewness > 0 else (longer, plain)
+    return (1 + 3 / n) * sides[0], (1 + 3 / n) * sides[1]
 
 
 def check_counts(num_probes: int, block_size: int, confidence: float) -> None:

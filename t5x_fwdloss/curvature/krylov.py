@@ -39,6 +39,28 @@ SQRT_HALF = math.sqrt(0.5)
 OVERLAP_POWER = 2 / 3
 
 
+def rounding_level(epsilon: float, num_steps: int, rounding: float = 0.0) -> float:
+    r"""How far rounding moves Ritz values and residuals, relative to the norm of $A$.
+
+    A step leaves up to `BREAKDOWN` units of rounding in its column of $T$: the error of
+    the product and of its orthogonalization, and a remainder that is taken for noise.
+    The errors of $k$ columns together have a norm of at most $\sqrt k$ times that, and
+    no eigenvalue of $T$ moves farther (Weyl). So the level is
+
+    $$ \max(10\, \epsilon \sqrt k,\; \rho). $$
+
+    Args:
+      epsilon: The unit of rounding $\epsilon$ of the products (`trees.epsilon`).
+      num_steps: The number of products $k$.
+      rounding: A measured relative error $\rho$ of the products, where they are computed
+        in a narrower type than their result has.
+
+    Returns:
+      The level, to be multiplied by the norm of $A$, the largest $|\theta|$.
+    """
+    return max(BREAKDOWN * epsilon * math.sqrt(num_steps), rounding)
+
+
 class Krylov:
     """A growing Krylov space: the basis, the projected matrix, and counters.
 
@@ -136,19 +158,68 @@ class Krylov:
         Returns:
           Whether it was independent of the vectors there.
         """
-        before = trees.finite_norm(vector, name)
-        # A copy, because Gram-Schmidt may reuse the memory of its argument.
-        rest, after = trees.scale(1.0, vector), before
-        for _ in range(3 if self.basis.size else 0):
-            last = after
-            rest = self.basis.subtract(rest, self.basis.coefficients(rest))
-            after = trees.finite_norm(rest, name)
-            if after >= SQRT_HALF * last:
-                break
+        rest, _, before, after = self.cleared(vector, name)
         if after <= BREAKDOWN * self._eps * before:
             return False
         self._append(rest, after, np.zeros(self.basis.size))
         return True
+
+    def cleared(
+        self, vector: PyTree, name: str
+    ) -> tuple[PyTree, np.ndarray, float, float]:
+        """A vector without its part in the span of the basis.
+
+        NaN or Inf in it raises `NonFiniteError`.
+
+        Args:
+          vector: The vector; stays as it is.
+          name: What an error calls it.
+
+        Returns:
+          The rest, the coefficients of what was subtracted, and the norms of vector and
+          rest.
+        """
+        before = trees.finite_norm(vector, name)
+        # A copy, because Gram-Schmidt may reuse the memory of its argument.
+        rest, after = trees.scale(1.0, vector), before
+        coefficients = np.zeros(self.basis.size)
+        for _ in range(3 if self.basis.size else 0):
+            last, overlaps = after, self.basis.coefficients(rest)
+            rest = self.basis.subtract(rest, overlaps)
+            coefficients += overlaps
+            after = trees.finite_norm(rest, name)
+            if after >= SQRT_HALF * last:
+                break
+        return rest, coefficients, before, after
+
+    def join(self, other: "Krylov", couplings: np.ndarray) -> None:
+        r"""Takes in the space of the complement's map $P A P$, orthogonal to this one.
+
+        $A$ takes the expanded vectors here into the span of this basis, so that their
+        couplings to the other space are zero; the vectors waiting here are coupled to
+        the expanded ones there. All of these are then expanded, with all of $T$ known.
+
+        Args:
+          other: The space, whose vectors are orthogonal to this basis.
+          couplings: $\langle v, A q \rangle$ for the waiting vectors $v$ here, by column,
+            and the expanded vectors $q$ there, by row.
+        """
+        j, k = self.num_expanded, other.num_expanded
+        mine, theirs = np.arange(self.basis.size), np.arange(other.basis.size)
+        mine, theirs = mine + k * (mine >= j), theirs + j
+        theirs[k:] += self.basis.size - j
+        size = len(mine) + len(theirs)
+        projected, gram = np.zeros((size, size)), np.eye(size)
+        for space, places in ((self, mine), (other, theirs)):
+            projected[np.ix_(places, places)] = space.projected
+            gram[np.ix_(places, places)] = space.orthogonality.gram
+        projected[np.ix_(mine[j:], theirs[:k])] = couplings.T
+        projected[np.ix_(theirs[:k], mine[j:])] = couplings
+        self.basis = self.basis.joined(other.basis, j, k)
+        self.projected, self.orthogonality.gram = projected, gram
+        self.orthogonality.restarted = True
+        self.num_expanded += k
+        self.num_products += other.num_products
 
     def _append(self, w, length, overlaps, uncertainty=0.0):
         self.orthogonality.append(overlaps, uncertainty)

@@ -21,9 +21,12 @@ KRYLOV = {
     "orthogonality": "error num_checks restarted subtracted uncertainties",
 }
 BASIS = {"vectors": "", "space": "size on_host"}
-# What is saved in format 2, by name of the dictionary it is in.
+# What is saved in format 3, by name of the dictionary it is in.
 MEMBERS = {
-    "EigenpairsState": KRYLOV | {"history": "", "num_fresh": "", "num_restarts": ""},
+    "EigenpairsState": KRYLOV
+    | {"history": "", "num_fresh": "", "num_restarts": ""}
+    | {"chain": "", "couplings": "", "num_checks": "", "crowded": ""}
+    | {"checked": "largest smallest"},
     "SlqState": KRYLOV
     | {"nodes": "", "weights": "", "num_products": "", "num_exhausted": ""},
     "HutchppState": BASIS
@@ -56,7 +59,7 @@ def test_a_state_with_other_members_has_another_format():
     curvature.probe_estimates(
         product, START, 0, num_probes=2, diagonal=True, on_probe=note
     )
-    assert folder.FORMAT == 2
+    assert folder.FORMAT == 3
     assert found == {
         state: {(name,) for name in saved if name != "orthogonality"}
         | {(name, part) for name in saved for part in saved[name].split()}

@@ -8,6 +8,7 @@ the z-loss term from differentiating z (log Z)^2 twice).
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.loss_mixin import LossMixin
 
@@ -77,3 +78,14 @@ def dense_hessian(params, whole, normalizer, z_loss=0.0):
         block = scale * (np.diag(p) - np.outer(p, p)) + 2 * z_loss * np.outer(p, p)
         total += weight * np.kron(np.outer(row, row), block)
     return total / normalizer
+
+
+def product_with(matrix):
+    """The product with a dense matrix, in the order of `ravel_pytree`."""
+
+    @jax.jit
+    def product(vector):
+        flat, unravel = ravel_pytree(vector)
+        return unravel(jnp.matmul(jnp.asarray(matrix, flat.dtype), flat))
+
+    return product

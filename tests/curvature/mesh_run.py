@@ -87,9 +87,9 @@ def run(mesh):
         matvec,
         curvature.random_like(0, params, "normal"),
         num_largest=3,
-        num_smallest=2,
-        max_steps=40,
-        max_basis=16,
+        num_smallest=1,
+        max_steps=60,
+        max_basis=24,
         tolerance=3e-3,
         on_step=states.append,
     )

@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 
 from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature import hutchinson
 
 from . import problems
 
@@ -57,9 +58,14 @@ def test_samples_are_the_quadratic_forms_of_the_probes():
     assert estimate.mean == pytest.approx(estimate.samples.mean())
     expected = estimate.samples.std(ddof=1) / np.sqrt(5)
     assert estimate.standard_error == pytest.approx(expected)
-    half = (1 + 2 / 5) * scipy.stats.t.ppf(0.975, 4) * expected
+    skewness = scipy.stats.skew(estimate.samples, bias=False)
+    assert estimate.skewness == pytest.approx(skewness)
+    quantile = scipy.stats.t.ppf(0.975, 4)
+    sides = np.full(2, quantile)
+    sides[int(skewness > 0)] += abs(skewness) * (1 + 2 * quantile**2) / (6 * 5**0.5)
     np.testing.assert_allclose(
-        estimate.interval, [estimate.mean - half, estimate.mean + half]
+        estimate.interval,
+        estimate.mean + (1 + 3 / 5) * expected * sides * [-1, 1],
     )
     assert estimate.num_products == estimate.num_probes == 5
 
@@ -136,6 +142,49 @@ def test_a_run_goes_on_from_its_samples():
         product, params(), 2, num_probes=9, samples=seen[3]
     )
     np.testing.assert_array_equal(whole.samples, again.samples)
+
+
+DOMINATED = np.r_[1000.0, np.full(99, 0.01)]
+SPECTRA = {
+    "one dominates": DOMINATED,
+    "flat": np.linspace(1.0, 1.1, 100),
+    "power law": 1000 * np.arange(1, 101) ** -2.0,
+    "two signs": np.r_[100.0, -80.0, np.random.default_rng(0).normal(size=98)],
+}
+
+
+def drawn(eigenvalues, kind, num_probes, count, seed=0):
+    """Samples of many estimates, without the engine: `[count, num_probes]`."""
+    rng = np.random.default_rng(seed)
+    _, vectors = problems.symmetric(eigenvalues, seed)
+    shape = (count, num_probes, len(eigenvalues))
+    normal = rng.normal(size=shape)
+    z = np.sign(normal) if kind == "rademacher" else normal
+    return ((z @ vectors) ** 2) @ eigenvalues
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "normal"])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_intervals_of_skewed_samples_cover(name, kind):
+    truth = SPECTRA[name].sum()
+    inside = 0
+    for samples in drawn(SPECTRA[name], kind, 16, 1000):
+        low, high = hutchinson.summarize(samples, num_products=16).interval
+        inside += low <= truth <= high
+    # 950 expected, with a standard deviation of 7. Without the term for skewness, the
+    # spectrum of one eigenvalue has about 905.
+    assert inside >= 926
+
+
+def test_few_skewed_samples_are_said_to_be_few():
+    def flagged(eigenvalues, num_probes):
+        samples = drawn(eigenvalues, "normal", num_probes, 200)
+        found = [hutchinson.summarize(x, num_products=num_probes) for x in samples]
+        return np.mean([estimate.too_skewed for estimate in found])
+
+    assert flagged(DOMINATED, 8) > 0.6
+    assert flagged(SPECTRA["flat"], 8) < 0.3
+    assert flagged(DOMINATED, 16) == 0.0
 
 
 def test_a_single_probe_claims_no_error():

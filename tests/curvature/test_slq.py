@@ -208,3 +208,45 @@ def test_bad_options_are_refused():
         curvature.density(none)
     with pytest.raises(ValueError, match="must be at least 1: got 0 and 60"):
         curvature.slq(problems.matvec_of(MATRIX), params(), 0, num_probes=0)
+
+
+NULL_SPACES = {
+    "rank 40 of 400": (np.r_[np.zeros(360), np.linspace(187.0, 693.0, 40)], 0, 0.9),
+    "zero": (np.zeros(400), 0, 1),
+    "positive": (np.linspace(1.0, 2.0, 400), 0, 0),
+    "two signs": (np.r_[np.zeros(200), -np.ones(80), np.full(120, 3.0)], 0.2, 0.5),
+    "negative": (-np.r_[np.zeros(100), np.full(300, 1e-6)], 0.75, 0.25),
+}
+
+
+@pytest.mark.parametrize(
+    ("eigenvalues", "negative", "zero"), NULL_SPACES.values(), ids=NULL_SPACES
+)
+def test_rounding_in_the_null_space_is_zero_and_not_negative(
+    eigenvalues, negative, zero
+):
+    matrix, _ = problems.symmetric(eigenvalues)
+    like = problems.unflatten(np.zeros(400), shapes={"kernel": (20, 20)})
+    samples = curvature.slq(
+        problems.matvec_of(matrix), like, 0, num_probes=6, num_steps=44
+    )
+    eps = float(np.finfo(np.float32).eps)
+    level = curvature.zero_level(samples, eps)
+    scale = np.abs(eigenvalues).max()
+    assert level <= 10 * eps * np.sqrt(44) * scale * (1 + 1e-4)
+    parts = curvature.signs(samples, level)
+    for (found, error), expected in zip(parts, (negative, zero), strict=True):
+        assert found == pytest.approx(expected, abs=4 * error + 1e-6)
+        assert error < 0.05
+    # A measured rounding error of the products takes the place of a smaller one.
+    assert curvature.zero_level(samples, eps, 0.5) == pytest.approx(
+        0.5 * scale, rel=1e-5
+    )
+
+
+def test_signs_are_taken_beyond_the_level_only():
+    found, zero = curvature.signs(known(), 1.0)
+    assert (found[0], zero[0]) == (0.0, pytest.approx((0.25 + 0.5) / 2))
+    found, zero = curvature.signs(known(), 0.9)
+    assert (found[0], zero[0]) == (pytest.approx((0.25 + 0.5) / 2), 0.0)
+    assert found[1] == pytest.approx(0.125)

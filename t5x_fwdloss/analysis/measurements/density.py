@@ -15,8 +15,8 @@ from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
     Number,
 )
-from t5x_fwdloss.curvature import probes
-from t5x_fwdloss.curvature.densities import mass
+from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.curvature.densities import signs, zero_level
 from t5x_fwdloss.curvature.slq import SlqState, slq, spectral_sum
 
 OVER_PROBES = f"{STANDARD_ERROR}, over probes"
@@ -28,6 +28,14 @@ class SpectralDensity(OfMatrix):
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
     plot can be chosen afterwards (`t5x_fwdloss.curvature.densities`).
+
+    Results: `trace` and `frobenius_norm`; `negative_fraction`, the part of the
+    eigenvalues below `-zero_level`; `zero_fraction`, the part within `zero_level` of zero,
+    which is zero up to rounding; `zero_level` itself, 10 eps sqrt(steps) times the
+    largest magnitude of a node, with eps the unit of rounding of the vectors, or the
+    measured rounding of products in a narrower type; the largest and the smallest node. Errors are standard errors over probes. They leave out
+    what too few steps cannot tell apart: an eigenvalue's sign is that of the node that
+    stands for it.
 
     Attributes:
         name: name in the results.
@@ -86,16 +94,19 @@ class SpectralDensity(OfMatrix):
             found = one_probe(context, self.matrix, product)
             return {"trace": found.trace.mean, "frobenius_norm": found.frobenius_norm}
 
-        numbers = context.rounding.include(self._numbers(context, samples), at)
+        noise = context.rounding.of_product(self.product(context), like)
+        level = zero_level(samples, trees.epsilon(like), noise)
+        numbers = self._numbers(context, samples, level)
+        numbers = context.rounding.include(numbers, at)
         notes = context.rounding.notes
         return result(self, numbers, arrays=_arrays(samples), notes=notes)
 
-    def _numbers(self, context, samples) -> dict[str, Number]:
+    def _numbers(self, context, samples, level) -> dict[str, Number]:
         count = samples.num_probes
         trace = spectral_sum(samples, lambda x: x)
         square = spectral_sum(samples, np.square)
         norm = float(np.sqrt(square.mean))
-        negative, error = mass(samples, high=0.0)
+        negative, zero = signs(samples, level)
         nodes = np.concatenate(samples.nodes)
 
         def number(value, unit, error):
@@ -107,7 +118,9 @@ class SpectralDensity(OfMatrix):
             "frobenius_norm": number(
                 norm, unit, square.standard_error / (2 * norm) if norm else 0.0
             ),
-            "part_below_zero": number(negative, "1", error),
+            "negative_fraction": number(negative[0], "1", negative[1]),
+            "zero_fraction": number(zero[0], "1", zero[1]),
+            "zero_level": Number(level, unit, count=count),
             "largest_node": Number(float(nodes.max()), unit, None, INSIDE, count=count),
             "smallest_node": Number(
                 float(nodes.min()), unit, None, INSIDE, count=count

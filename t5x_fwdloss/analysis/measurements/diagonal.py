@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
@@ -20,15 +21,25 @@ from t5x_fwdloss.analysis.numbers import (
     kind_with_rounding,
     with_rounding,
 )
-from t5x_fwdloss.curvature import groups, trees
+from t5x_fwdloss.curvature import groups, krylov, trees
 from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
 
 ENTRY_ERROR = "standard error of that entry"
+# The chance at which an entry may be given the wrong sign.
+SIGN_LEVEL = 1e-3
+SIGNS = ("negative", "zero", "undecided")
 
 
 @dataclasses.dataclass(frozen=True)
 class HessianDiagonal:
-    """The Hessian's diagonal: for each layer its mean, its extremes, its sign.
+    """The Hessian's diagonal: for each layer its extremes and the signs of its entries.
+
+    Each entry has its own standard error, from the same probes. By layer, as fractions
+    of its entries: `negative_fraction`, those below zero by more than their error;
+    `zero_fraction`, those that are zero up to rounding, within 10 eps times the largest
+    magnitude of an entry; `undecided_fraction`, those whose sign more probes would tell.
+    The error here is Student's one-sided quantile at `SIGN_LEVEL` times the standard
+    error, so that about one entry in a thousand is given a sign that it does not have.
 
     Attributes:
         name: name in the results.
@@ -91,6 +102,8 @@ class HessianDiagonal:
             found = dataclasses.replace(found, diagonal_error=error)
         entries = groups.group_masks(context.params, by_layer(context.params))
         labels = labels_of(entries)
+        quantile = scipy.stats.t.isf(SIGN_LEVEL, found.trace.num_probes - 1)
+        level = _zero_level(found.diagonal)
         for name, mask in entries.items():
             label = labels[name]
             flags = jax.tree.leaves(mask)
@@ -100,12 +113,13 @@ class HessianDiagonal:
                     jax.tree.leaves, (found.diagonal, found.diagonal_error)
                 )
             ]
-            stats = _stats(*chosen)
+            stats = _stats(chosen[0], chosen[1], quantile, level)
             for extreme in ("largest", "smallest"):
                 numbers[f"{label}/{extreme}"] = Number(
                     stats[extreme], unit, stats[f"{extreme}_error"], kind
                 )
-            numbers[f"{label}/part_below_zero"] = Number(stats["negative"], "1")
+            for sign in SIGNS:
+                numbers[f"{label}/{sign}_fraction"] = Number(stats[sign], "1")
         trace = Number(
             found.trace.mean,
             unit,
@@ -138,23 +152,41 @@ class HessianDiagonal:
 
 
 @jax.jit
-def _leaf_stats(diagonal, errors):
+def _largest_magnitude(diagonal):
+    return jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(diagonal)]).max()
+
+
+def _zero_level(diagonal) -> float:
+    """The magnitude up to which an entry is zero up to rounding."""
+    level = krylov.rounding_level(trees.epsilon(diagonal), 1)
+    return level * float(_largest_magnitude(diagonal))
+
+
+@jax.jit
+def _leaf_stats(diagonal, errors, quantile, level):
     # Reductions leaf by leaf, and no index: nothing is flattened, nothing gathered.
     def one(x, error):
+        reach = quantile.astype(x.dtype) * error
+        bound = level.astype(x.dtype)
+        negative, positive = x + reach < -bound, x - reach > bound
+        zero = jnp.abs(x) + reach <= bound
         largest, smallest = jnp.max(x), jnp.min(x)
         return {
             "largest": largest,
             "largest_error": jnp.max(jnp.where(x == largest, error, 0.0)),
             "smallest": smallest,
             "smallest_error": jnp.max(jnp.where(x == smallest, error, 0.0)),
-            "num_negative": jnp.sum(x < 0),
+            "negative": jnp.sum(negative),
+            "zero": jnp.sum(zero),
+            "undecided": jnp.sum(~(negative | positive | zero)),
         }
 
     return [one(x, error) for x, error in zip(diagonal, errors, strict=True)]
 
 
-def _stats(diagonal, errors) -> dict[str, float]:
-    leaves = jax.device_get(_leaf_stats(diagonal, errors))
+def _stats(diagonal, errors, quantile, level) -> dict[str, float]:
+    given = np.asarray(quantile), np.asarray(level)
+    leaves = jax.device_get(_leaf_stats(diagonal, errors, *given))
     top = max(leaves, key=lambda leaf: float(leaf["largest"]))
     bottom = min(leaves, key=lambda leaf: float(leaf["smallest"]))
     size = sum(x.size for x in diagonal)
@@ -163,5 +195,4 @@ def _stats(diagonal, errors) -> dict[str, float]:
         "largest_error": float(top["largest_error"]),
         "smallest": float(bottom["smallest"]),
         "smallest_error": float(bottom["smallest_error"]),
-        "negative": sum(int(leaf["num_negative"]) for leaf in leaves) / size,
-    }
+    } | {sign: sum(int(leaf[sign]) for leaf in leaves) / size for sign in SIGNS}

@@ -37,18 +37,24 @@ from t5x_fwdloss.curvature import (
 class Eigenpairs(OfMatrix):
     """What the measurements of eigenpairs share; `matrix` says of which.
 
+    A pair is converged if its true residual is at most `tolerance` times its own
+    magnitude, plus what rounding leaves: 10 eps sqrt(products) times the largest
+    magnitude, with eps the unit of rounding of the vectors. And its place must be
+    settled: a fresh random vector, orthogonal to what was found, showed no further
+    eigenvalue in front of it, with a chance of one in a hundred to miss one. The array
+    `allowed` holds the largest residual of each converged pair.
+
     Attributes:
         name: name in the results.
         num_largest: pairs wanted at the upper end.
         num_smallest: pairs wanted at the lower end, the most negative first.
         max_steps: largest number of products spent on the space.
-        tolerance: residual at which a pair is converged, relative to the largest
-            magnitude of an eigenvalue.
+        tolerance: residual at which a pair is converged, relative to its own magnitude.
         max_basis: largest number of vectors held at once, or None for `max_steps`.
         basis_on_host: whether the vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
-        num_starts: random start vectors: eigenvalues of a multiplicity up to this number
-            are seen as often as they occur.
+        num_starts: random start vectors. Where eigenvalues are known to occur several
+            times, as many find them sooner; one finds them too.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
             `<name>_vectors`, as directions of the parameters.
         group: a regular expression for the paths of the parameters measured.
@@ -101,13 +107,13 @@ class Eigenpairs(OfMatrix):
         noise = context.rounding.of_product(self.product(context), start[0])
         saved = LanczosState(context.state_path(self.name), context.is_primary)
         state = saved.restore(start[0], EigenpairsState)
-        done = 0 if state is None else state.space.num_products
+        done = 0 if state is None else state.num_products
         with context.progress(self.name, self.max_steps, done) as progress:
 
             def on_step(state):
                 progress.update(note=_extremes(state))
-                if state.space.num_products % self.save_every == 0:
-                    saved.save(state, state.num_restarts)
+                if state.num_products % self.save_every == 0:
+                    saved.save(state, state.generation)
 
             found = eigenpairs(
                 self.product(context),
@@ -187,19 +193,10 @@ class Eigenpairs(OfMatrix):
         numbers |= self.stability(context)
         numbers["orthogonality"] = Number(found.orthogonality, "1")
         numbers["num_products"] = Number(float(found.num_products), "1")
-        missing = [name for name, number in numbers.items() if not number.converged]
-        notes = list(self.optimizer_notes(context))
-        if missing:
-            notes.append(
-                f"Not converged after {found.num_steps} steps to a relative residual "
-                f"of {self.tolerance:g}: {', '.join(missing)}. More max_steps, or a "
-                "larger tolerance, would do; the residuals are true either way."
-            )
-        if found.exhausted:
-            notes.append(
-                "The Krylov space became invariant: it holds every eigenvector that "
-                "the start vector can see."
-            )
+        notes = [
+            *self.optimizer_notes(context),
+            *self._notes(found, [n for n in numbers if n.startswith(_ENDS)]),
+        ]
         return result(
             self,
             numbers,
@@ -207,10 +204,37 @@ class Eigenpairs(OfMatrix):
             arrays={
                 "eigenvalues": found.eigenvalues,
                 "residuals": found.residuals,
+                "allowed": found.allowed,
                 "history": found.history,
                 "gradient_cosines": cosines,
             },
         )
+
+    def _notes(self, found, names) -> list[str]:
+        """What to know of pairs that are not converged, and of the space."""
+        missing = _chosen(names, found.residuals > found.allowed)
+        unsettled = _chosen(names, ~np.array(found.settled))
+        notes = []
+        if missing:
+            notes.append(
+                f"Not converged after {found.num_steps} steps to a relative residual "
+                f"of {self.tolerance:g}: {missing}. More max_steps, or a larger "
+                "tolerance, would do; the residuals are true either way."
+            )
+        if unsettled:
+            notes.append(
+                f"Places that are not settled after {found.num_steps} steps: "
+                f"{unsettled}. Each is an eigenvalue within its residual, but a fresh "
+                "random start has not yet shown that none in front of it was "
+                "overlooked. More max_steps would do, or a larger max_basis where it is "
+                "set."
+            )
+        if found.exhausted:
+            notes.append(
+                "The Krylov space became invariant: it holds every eigenvector that "
+                "the start vectors can see."
+            )
+        return notes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +264,13 @@ class FisherEigenpairs(Eigenpairs):
 
     name: settings.Words = "fisher_eigenpairs"
     num_smallest: settings.Count = 0
+
+
+_ENDS = ("largest_", "smallest_")
+
+
+def _chosen(names, flags) -> str:
+    return ", ".join(np.asarray(names)[flags])
 
 
 def _extremes(state) -> str:

@@ -17,6 +17,7 @@ from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
+from t5x_fwdloss.analysis.measurements.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.curvature import groups, trees
 from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
@@ -108,6 +109,7 @@ class GroupTraces:
             samples[f"{label}/samples"] = estimate.samples
         numbers = self._with_rounding(context, numbers, masks)
         notes = context.rounding.notes
+        skewed = skewness_notes({"trace": found.trace} | found.groups)
         covered = np.sum([jax.tree.leaves(mask) for mask in masks.values()], axis=0)
         if (covered != 1).any():
             paths = np.asarray(trees.leaf_paths(trees.float_part(context.params)))
@@ -117,7 +119,7 @@ class GroupTraces:
                 f"{int((covered != 1).sum())} leaves are in none or in several, such "
                 f"as {some}.",
             )
-        return result(self, numbers, arrays=samples, notes=notes)
+        return result(self, numbers, arrays=samples, notes=(*notes, *skewed))
 
     def _with_rounding(self, context, numbers, masks) -> dict[str, Number]:
         def at(params):

@@ -1,6 +1,7 @@
 """The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from t5x_fwdloss.analysis import settings
@@ -8,6 +9,7 @@ from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.curvature import TraceEstimate, hutchinson
 
 Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
 
@@ -29,7 +31,9 @@ class Trace(OfMatrix):
         kind: 'rademacher' (random signs, less variance) or 'normal'; Hutchinson only.
         relative_error: stop as soon as half the confidence interval is at most this
             part of the mean; None: use every probe.
-        confidence: level of the confidence interval.
+        confidence: level of the confidence interval. The interval is Student's, wider on
+            the side of the long tail where few eigenvalues dominate; a note says where
+            it may still be too short, with fewer than 16 probes.
         basis_on_host: whether kept vectors lie in host memory.
         group: a regular expression for the paths of the parameters measured.
         preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
@@ -83,7 +87,7 @@ class Trace(OfMatrix):
             ),
         }
         numbers = self._with_rounding(context, numbers)
-        notes = context.rounding.notes
+        notes = context.rounding.notes + skewness_notes({"trace": found})
         if found.rank is not None:
             notes += (
                 f"The subspace holds the whole range of the matrix, of rank {found.rank}:"
@@ -109,6 +113,23 @@ class Trace(OfMatrix):
             name: dataclasses.replace(x, converged=x.converged and met)
             for name, x in numbers.items()
         }
+
+
+def skewness_notes(estimates: Mapping[str, TraceEstimate]) -> tuple[str, ...]:
+    """A note that names the estimates whose intervals may cover too seldom, or none."""
+    names = [
+        f"{name} (skewness {found.skewness:.1f})"
+        for name, found in estimates.items()
+        if found.too_skewed
+    ]
+    if not names:
+        return ()
+    return (
+        "Few eigenvalues dominate: the confidence intervals, although widened for skewed "
+        f"samples, may still be too short: {', '.join(names[:3])}. At least "
+        f"{hutchinson.FEW_PROBES} probes make them reliable; Hutch++ and XTrace make "
+        "them shorter.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
