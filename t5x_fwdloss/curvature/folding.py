@@ -151,6 +151,8 @@ class _Folding:
 
     def _dot(self, eqn, args, moving):
         """A product of a variable with a constant, which is laid out beforehand."""
+        if eqn.params["out_sharding"] is not None:  # of axes in the order they have now
+            return self._bind(eqn, args, moving)[0]
         left = moving[0]  # the variable is the left operand
         form, constant = args if left else args[::-1]
         contract, batch = eqn.params["dimension_numbers"]

@@ -116,10 +116,7 @@ def _restrict(leaves, *, flags, shardings):
     def one(leaf, keep, sharding):
         if keep:
             return leaf
-        zeros = jnp.zeros_like(leaf)
-        if sharding is None:
-            return zeros
-        return jax.lax.with_sharding_constraint(zeros, sharding)
+        return shardings_lib.kept(jnp.zeros_like(leaf), sharding)
 
     return [one(*group) for group in zip(leaves, flags, shardings, strict=True)]
 

@@ -27,8 +27,7 @@ def stacked_sharding(sharding: Sharding | None) -> Sharding | None:
       The same with one more axis in front; None stays None.
 
     Raises:
-      TypeError: The sharding is neither named nor of a single device, or its mesh has
-        axes of explicit type.
+      TypeError: The sharding is neither named nor of a single device.
     """
     if sharding is None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return sharding
@@ -37,24 +36,25 @@ def stacked_sharding(sharding: Sharding | None) -> Sharding | None:
             "The parameters must have a NamedSharding or lie on one device: got "
             f"{type(sharding).__name__}."
         )
-    types = set(getattr(sharding.mesh, "axis_types", ()))
-    if types - {jax.sharding.AxisType.Auto}:
-        raise TypeError(
-            "The mesh of the parameters must have axes of type Auto, as T5X's has: got "
-            f"{sharding.mesh.axis_types} (jax.make_mesh takes axis_types)."
-        )
     spec = jax.sharding.PartitionSpec(None, *sharding.spec)
     return sharding.update(spec=spec)
+
+
+def kept(leaf, sharding: Sharding | None):
+    """The leaf in its sharding, inside of a traced function."""
+    if sharding is None:
+        return leaf
+    types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    if jax.sharding.AxisType.Explicit in types:
+        # There a sharding is part of the leaf's type, and not the compiler's to choose.
+        return jax.reshard(leaf, sharding)
+    return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
 def constrain(tree: PyTree, shardings: tuple) -> PyTree:
     """The tree with each leaf kept in its sharding, inside of a traced function."""
     leaves, structure = jax.tree.flatten(tree)
-    leaves = [
-        leaf if sharding is None else jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(leaves, shardings, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.unflatten(structure, list(map(kept, leaves, shardings)))
 
 
 def replicate(numbers, shardings: tuple):
@@ -63,7 +63,7 @@ def replicate(numbers, shardings: tuple):
     if not named:
         return numbers
     whole = named[0].update(spec=jax.sharding.PartitionSpec())
-    return jax.lax.with_sharding_constraint(numbers, whole)
+    return kept(numbers, whole)
 
 
 @functools.cache  # or every call would be compiled again

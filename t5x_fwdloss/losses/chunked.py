@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.head_terms import HeadSettings, head_logits, head_terms
+from t5x_fwdloss.losses.axis_types import vary_alike
+from t5x_fwdloss.losses.head_terms import (
+    HeadSettings,
+    head_logits,
+    head_terms,
+    scan_over_chunks,
+)
 from t5x_fwdloss.losses.implementations import check_loss_settings
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 from t5x_fwdloss.losses.targets import class_indices, entropy_of_targets
@@ -167,6 +173,7 @@ def _token_losses(
     # hidden states the several parts of theirs.
     head = head.astype(accumulation_dtype(head.dtype))
     hidden = hidden.astype(accumulation_dtype(hidden.dtype))
+    hidden, head, labels = vary_alike(hidden, head, labels)
     settings = HeadSettings(
         size,
         label_smoothing,
@@ -191,21 +198,11 @@ def _token_losses(
 def _rematerialized(hidden, head, labels, settings, z_loss, impl):
     """Token losses by a scan that JAX differentiates, each chunk's logits made again."""
 
-    @jax.checkpoint
-    def chunk(head, z_loss, hidden, labels):
+    def chunk(hidden, labels):
         logits = head_logits(hidden, head, settings)
         loss, z_term = token_losses(
             logits, labels, settings.label_smoothing, z_loss, impl
         )
         return loss, z_term, jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def in_chunks(array):
-        shape = (array.shape[0], -1, settings.chunk_length, *array.shape[2:])
-        return jnp.moveaxis(array.reshape(shape), 1, 0)
-
-    def body(_, part):
-        return None, chunk(head, z_loss, *part)
-
-    parts = (in_chunks(hidden), in_chunks(labels))
-    _, results = jax.lax.scan(body, None, parts)
-    return [jnp.moveaxis(r, 0, 1).reshape(labels.shape) for r in results]
+    return scan_over_chunks(chunk, (hidden, labels), settings.chunk_length)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, ScalarLike, Shaped
 
+from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import (
     accumulation_dtype,
     probabilities,
@@ -94,7 +95,7 @@ def against_targets(values, logits, labels, label_smoothing):
     rest = jnp.zeros_like(values)
     if off_value:
         rest = jnp.where(logits > -jnp.inf, off_value * values, rest)
-    on_label = label_mask(labels, logits.shape[-1])
+    on_label = laid_out_like(label_mask(labels, logits.shape[-1]), logits)
     return jnp.sum(jnp.where(on_label, on_value * values, rest), axis=-1)
 
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from t5x_fwdloss.losses.axis_types import have_axis_types
 from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.linear_pair import LinearPair
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
@@ -66,7 +67,7 @@ def _head_terms(hidden, head, labels, settings):
         terms = token_terms(logits, labels, settings.label_smoothing)
         return None, (*terms, jnp.argmax(logits, axis=-1).astype(jnp.int32))
 
-    return list(_over_chunks(chunk, None, (hidden, labels), settings)[1])
+    return list(_over_chunks(chunk, None, (hidden, labels), head, settings)[1])
 
 
 @_head_terms.defjvp
@@ -99,7 +100,7 @@ def _tangent(residuals, linear, *, settings):
         return None, token_tangents(residuals, logits_dot, settings.label_smoothing)
 
     parts = (hidden, hidden_dot, log_sum, shift, mass, labels)
-    return _over_chunks(chunk, None, parts, settings)[1]
+    return _over_chunks(chunk, None, parts, head, settings)[1]
 
 
 def _cotangent(residuals, linear, *, settings):
@@ -120,14 +121,14 @@ def _cotangent(residuals, linear, *, settings):
 
     parts = (hidden, log_sum, shift, mass, labels, *linear)
     zeros = jnp.zeros(head.shape, accumulation_dtype(head.dtype))
-    head_bar, hidden_bar = _over_chunks(chunk, zeros, parts, settings)
+    head_bar, hidden_bar = _over_chunks(chunk, zeros, parts, head, settings)
     return [hidden_bar, head_bar.astype(head.dtype)]
 
 
 _TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)
 
 
-def _over_chunks(chunk, carry, parts, settings):
+def _over_chunks(chunk, carry, parts, head, settings):
     """A scan of `chunk(carry, part)` over length chunks, `[batch * chunk_length, ...]`.
 
     Chunks are sliced from, and results written into, `[batch, length, ...]` in place,
@@ -135,6 +136,8 @@ def _over_chunks(chunk, carry, parts, settings):
     a derivative by JAX makes each chunk's logits again.
     """
     size = settings.chunk_length
+    if have_axis_types(*parts, head):
+        return carry, scan_over_chunks(lambda *part: chunk(carry, part)[1], parts, size)
     batch, length = parts[0].shape[:2]
     num_chunks = length // size
 
@@ -161,6 +164,27 @@ def _over_chunks(chunk, carry, parts, settings):
         return (carry, whole), None
 
     return jax.lax.scan(body, (carry, whole), jnp.arange(num_chunks))[0]
+
+
+def scan_over_chunks(function, parts, size):
+    """Results of `function(*part)` over length chunks `[batch, size, ...]`, by JAX alone.
+
+    The function is rematerialized, and its parts are what the scan runs over, so that
+    the transpose writes each chunk's cotangents into a place of their own.
+    """
+
+    def split(part):
+        shape = (part.shape[0], -1, size, *part.shape[2:])
+        return jnp.moveaxis(part.reshape(shape), 1, 0)
+
+    def join(result):
+        result = jnp.moveaxis(result, 0, 1)
+        return result.reshape(result.shape[0], -1, *result.shape[3:])
+
+    body = jax.checkpoint(function)
+    scanned = [split(part) for part in parts]
+    results = jax.lax.scan(lambda _, part: (None, body(*part)), None, scanned)[1]
+    return jax.tree.map(join, results)
 
 
 def _contract(left, right, axes, settings):

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, ScalarLike
 
 from t5x_fwdloss.losses import autodiff, custom_jvp, custom_vjp
+from t5x_fwdloss.losses.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.weighting import as_number, check_loss_normalizing_factor
 
 IMPLEMENTATIONS: Mapping[str, Callable] = {
@@ -38,6 +39,7 @@ def cross_entropy_with_logits(
         impl: a key of `IMPLEMENTATIONS`; any other name raises ValueError.
     """
     check_loss_settings(impl)
+    logits, targets = vary_alike(logits, laid_out_like(targets, logits))
     return IMPLEMENTATIONS[impl](logits, targets, z_loss)
 
 

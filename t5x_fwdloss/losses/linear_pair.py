@@ -9,7 +9,8 @@ $$ \mathrm{jvp}:\quad \mathrm d\,(T_r x) = T_r\,\mathrm dx + (\partial_r T_r\, \
 
 with the second term by JAX from the program itself, so that derivatives of any order
 exist. `jax.custom_derivatives.linear_call` does the first half of this, but refuses a
-derivative in $r$; `jax.custom_vjp` refuses forward mode.
+derivative in $r$; `jax.custom_vjp` refuses forward mode. Under `jax.shard_map` and on
+meshes with Explicit axes it is $T_r$ alone, differentiated and transposed by JAX.
 """
 
 import functools
@@ -20,6 +21,8 @@ import jax
 from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+
+from t5x_fwdloss.losses.axis_types import have_axis_types
 
 Program = Callable[..., Sequence[jax.Array]]
 
@@ -41,6 +44,7 @@ class LinearPair:
             forward: the linear map.
             transpose: its transpose; tests must show that it is.
         """
+        self._program = forward
         self._forward = core.Primitive(name)
         self._transpose = core.Primitive(f"{name}_transpose")
         _register(self._forward, self._transpose, forward)
@@ -50,6 +54,8 @@ class LinearPair:
         self, residuals: Sequence[Any], linear: Sequence[Any], **settings: Any
     ) -> list[jax.Array]:
         """The linear map at these residuals."""
+        if have_axis_types(*residuals, *linear):
+            return list(self._program(residuals, linear, **settings))
         return self._forward.bind(
             *residuals, *linear, num_residuals=len(residuals), **settings
         )

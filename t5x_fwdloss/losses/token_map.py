@@ -5,7 +5,8 @@ primitive that knows this: under `jvp`, transposition and `vmap` it becomes anot
 `token_map`, to any order. What is gained is freedom in evaluation. On accelerators the
 compiler fuses the whole into a few passes. XLA's CPU compiler instead writes down every
 operand of a sum over the vocabulary that holds a comparison or is used twice, each as
-large as the logits; there the map runs over blocks of tokens.
+large as the logits; there the map runs over blocks of tokens. Under `jax.shard_map` and on
+meshes with Explicit axes the program is plain JAX.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+
+from t5x_fwdloss.losses.axis_types import have_axis_types
 
 BLOCK_ELEMENTS = 2**17  # of the widest array in a block: it should stay in the cache
 
@@ -32,6 +35,8 @@ def token_map(
     program: Program, residuals: Sequence[Any], linear: Sequence[Any] = ()
 ) -> list[jax.Array]:
     """`program(residuals, linear)`, evaluated in blocks where that saves memory."""
+    if have_axis_types(*residuals, *linear):
+        return list(program(residuals, linear))
     return token_map_p.bind(
         *residuals, *linear, program=program, num_residuals=len(residuals)
     )

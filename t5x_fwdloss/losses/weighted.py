@@ -6,6 +6,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
+from t5x_fwdloss.losses.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
 from t5x_fwdloss.losses.implementations import IMPLEMENTATIONS, check_loss_settings
 from t5x_fwdloss.losses.targets import (
@@ -68,12 +69,14 @@ def token_losses(
     impl: str,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """Loss of each token, less the entropy of its target row, and its z-loss term."""
+    logits, labels = vary_alike(logits, labels)
     if impl == "custom_jvp":
         loss, z_term = token_cross_entropy(
             logits, labels, label_smoothing=label_smoothing, z_loss=z_loss
         )
     else:
         targets = dense_targets(labels, logits.shape[-1], label_smoothing, logits.dtype)
+        targets = laid_out_like(targets, logits)
         loss, z_term = IMPLEMENTATIONS[impl](logits, targets, z_loss)
     return loss - entropy_of_targets(label_smoothing, logits.shape[-1]), z_term
 

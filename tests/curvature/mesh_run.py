@@ -10,7 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import curvature
 from t5x_fwdloss.curvature import joined_products
@@ -70,6 +70,40 @@ def slope(params):
     return float(jax.jit(curvature.directional_derivative(loss))(moved, v, x)[1])
 
 
+def curvatures(mesh):
+    """v.Av of two matrices by linearized products, stacked; and if they are folded."""
+    rng = np.random.default_rng(0)
+
+    def place(shape, *axes):
+        array = rng.normal(size=shape).astype(np.float32)
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    params = {"wi": place((16, 32), None, "model"), "wo": place((32, 24), "model")}
+    x = place((8, 16), "data")
+
+    def outputs(params, x):
+        hidden = jnp.tanh(x @ params["wi"] / 4)
+        by_batch = NamedSharding(mesh, PartitionSpec("data"))
+        is_explicit = AxisType.Explicit in mesh.axis_types
+        options = {"out_sharding": by_batch} if is_explicit else {}
+        return jnp.einsum("bh,he->be", hidden, params["wo"] / 4, **options)
+
+    loss = lambda params, x: jnp.sum(jnp.sin(outputs(params, x)))
+    vs = curvature.random_stack(0, [0, 1], params)
+    found = []
+    for linear_map in (
+        curvature.hessian_map(loss),
+        curvature.gauss_newton_map(outputs, lambda z, u, _: jnp.cos(z) * u),
+    ):
+        product = curvature.AmortizedProduct(linear_map, params, [(x,)])
+        pairs = zip(
+            curvature.unstack(vs), curvature.unstack(product.stacked(vs)), strict=True
+        )
+        found += [float(curvature.inner(v, product)) for v, product in pairs]
+        assert product.folding == "folded", product.folding
+    return found
+
+
 def kept(tree, params):
     """For each leaf, whether it is sharded like the parameter."""
     return [
@@ -82,6 +116,7 @@ def kept(tree, params):
 
 def run(mesh):
     params, matvec, many = problem(mesh)
+    is_explicit = AxisType.Explicit in mesh.axis_types
     states = []
     pairs = curvature.eigenpairs(
         matvec,
@@ -125,7 +160,9 @@ def run(mesh):
         "converged": pairs.converged,
         "num_restarts": pairs.num_restarts,
         "traces": traces,
-        "slope": slope(params),
+        # With Explicit axes JAX gathers a kernel that is sharded where it is contracted.
+        "slope": None if is_explicit else slope(params),
+        "curvatures": curvatures(mesh) if is_explicit or mesh.size == 1 else None,
         "frobenius": sums.frobenius_norm,
         "density": curvature.density(samples, grid, width=0.3).mean.tolist(),
         "kept": {name: kept(vector, params) for name, vector in vectors.items()},
@@ -134,8 +171,10 @@ def run(mesh):
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
-        shape = tuple(int(size) for size in text.split("x"))
+        sizes, *axis_types = text.split()
+        shape = tuple(int(size) for size in sizes.split("x"))
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
-        mesh = jax.sharding.Mesh(devices, ("data", "model"))
+        kind = AxisType.Explicit if axis_types else AxisType.Auto
+        mesh = jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind,) * 2)
         sys.stdout.write(json.dumps(run(mesh)) + "\n")
         sys.stdout.flush()

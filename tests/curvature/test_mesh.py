@@ -12,7 +12,7 @@ import pytest
 
 from . import mesh_run
 
-MESHES = ["2x4", "4x2", "1x8"]
+MESHES = ["2x4", "4x2", "1x8", "2x4 Explicit"]
 # A program of one device must not hold a leaf whole, stacked or not, flat or not.
 SHAPES = [shape for shape, _ in mesh_run.SHAPES.values()]
 
@@ -36,7 +36,7 @@ def runs(tmp_path_factory, repository):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -54,8 +54,9 @@ def test_numbers_are_those_of_one_device(runs, mesh):
     one, other = runs[0]["1x1"], runs[0][mesh]
     assert all(one["converged"])
     assert one["num_restarts"] > 0
-    for name in ("eigenvalues", "frobenius", "slope"):
-        np.testing.assert_allclose(other[name], one[name], rtol=1e-5)
+    for name in ("eigenvalues", "frobenius", "slope", "curvatures"):
+        if other[name] is not None:
+            np.testing.assert_allclose(other[name], one[name], rtol=1e-5)
     for name, trace in one["traces"].items():
         # Traces may cancel to nearly zero; their scale is the Frobenius norm.
         assert other["traces"][name] == pytest.approx(
