@@ -9,6 +9,8 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.checksum import checksum
 from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.curvature import trees
 
 # How far the loss of the same network may differ between two meshes or machines, relative
 # to its value, by the narrowest type in which the network multiplies matrices.
@@ -69,17 +71,37 @@ def of_network(objective: Objective, params: PyTree) -> dict[str, Any]:
     }
 
 
+def of_preconditioner(preconditioner: Preconditioner | None) -> dict[str, Any]:
+    """What the optimizer adds where a measurement is preconditioned; else nothing."""
+    if preconditioner is None:
+        return {}
+    settings = {
+        "optimizer": preconditioner.optimizer,
+        "learning_rate": preconditioner.learning_rate,
+        "threshold": preconditioner.threshold,
+    }
+    return {
+        "preconditioner": settings,
+        # Of reductions over a mesh: the same up to rounding only.
+        "preconditioner_norm": float(trees.norm(preconditioner.diagonal)),
+    }
+
+
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """The names of what is wanted and differs in what was found, in JSON's types.
 
-    The loss is compared up to `LOSS_ROUNDING`, everything else exactly.
+    Numbers that were computed are compared up to rounding, everything else exactly.
     """
     return [name for name in wanted if not _same(name, found, wanted)]
 
 
 def _same(name, found, wanted) -> bool:
     one, other = found.get(name), wanted[name]
-    if name != "loss_value" or not isinstance(one, float):
+    if not isinstance(one, float):
+        return one == other
+    if name == "preconditioner_norm":
+        return math.isclose(one, other, rel_tol=LOSS_ROUNDING["float32"])
+    if name != "loss_value":
         return one == other
     kind = wanted["activation_dtype"]
     if wanted.get("precision") != "highest" and kind == "float32":

@@ -136,6 +136,7 @@ def run_analysis(
         step=host.step,
         other_checkpoints=others.checksums,
     )
+    fingerprint |= identity.of_preconditioner(context.loaded_preconditioner)
     folder.check(fingerprint)
     _check_parameters(context)
     needing = [m.name for m in measurements if getattr(m, "needs_forward_mode", False)]

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from t5x_fwdloss.analysis import (
     folder,
     lanczos_state,
     lock,
+    optimizer,
     vector_store,
 )
 
@@ -129,6 +131,23 @@ def test_another_checkpoint_in_a_direction_is_part_of_the_run(tmp_path):
     other = runs.host(load_params=lambda _: toy.parameters(5))
     with pytest.raises(ValueError, match="other_checkpoints there is"):
         runs.run(tmp_path, measurements=listed, host=other)
+
+
+def test_another_optimizer_is_another_run_where_it_preconditions(tmp_path):
+    def host(scale=1.0, **settings):
+        diagonal = jax.tree.map(lambda x: scale + jnp.abs(x), toy.parameters())
+        found = optimizer.Preconditioner(diagonal, "adam", **settings)
+        return runs.host(load_preconditioner=lambda: found)
+
+    listed = [HessianTrace(num_probes=2, block_size=2, preconditioned=True)]
+    runs.run(tmp_path, measurements=listed, host=host(learning_rate=0.1))
+    before = everything_in(tmp_path)
+    near = host(1 + 1e-6, learning_rate=0.1)  # as on another mesh
+    assert runs.run(tmp_path, measurements=listed, host=near) == 0
+    for other in (host(1.01, learning_rate=0.1), host(learning_rate=0.2)):
+        with pytest.raises(ValueError, match="different run.*preconditioner"):
+            runs.run(tmp_path, measurements=listed, host=other)
+    assert everything_in(tmp_path) == before
 
 
 FOREIGN = {
@@ -371,7 +390,9 @@ BAD_NAMES += ["a:b", "", None, 5, "x" * 300, "é", "a b"]
 def test_a_name_that_is_no_name_of_a_file_is_refused(tmp_path, name):
     listed = [HessianTrace(num_probes=2)]
     object.__setattr__(listed[0], "name", name)  # past the tests' own type checker
-    with pytest.raises(ValueError, match="name of a measurement must"):
+    with pytest.raises(
+        ValueError, match="name of a measurement must|name must be a str"
+    ):
         runs.run(tmp_path / "new", measurements=listed)
     assert not (tmp_path / "new").exists()
 

@@ -98,6 +98,11 @@ class Context:
             )
         self.preconditioner()
 
+    @property
+    def loaded_preconditioner(self) -> Preconditioner | None:
+        """The preconditioner where a measurement has asked for it; else None."""
+        return self._preconditioner
+
     def preconditioner(self) -> Preconditioner:
         """What the checkpoint's optimizer multiplies a gradient by, computed once.
 
