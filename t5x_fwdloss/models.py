@@ -238,6 +238,7 @@ def with_loss(
         if name in vars(model):
             where = f"the attribute {name} of the instance"
             raise TypeError(_dropping(type(model), name, where))
+    cls = _class_with_loss(type(model))
     losses.check_loss_settings(
         loss_impl,
         loss_chunk_length,
@@ -247,7 +248,7 @@ def with_loss(
     )
     # A new object of a new class: assigning __class__ fails, because gin's subclasses
     # have another layout; calling the constructor would need the user's bindings.
-    exchanged = object.__new__(_class_with_loss(type(model)))
+    exchanged = object.__new__(cls)
     exchanged.__dict__.update(model.__dict__)
     exchanged._loss_impl = loss_impl
     exchanged._loss_chunk_length = loss_chunk_length
