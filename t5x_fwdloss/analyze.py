@@ -6,7 +6,8 @@
       --gin.CHECKPOINT_PATH="'/my/model/checkpoint_1000'" ...
 
 The flags are T5X's. Which macros the run file needs stands in its header. The status is
-0 when every measurement ended, 1 after bad input or a failed measurement.
+0 when every measurement ended, 1 after bad input or a failed measurement, 143 where
+SIGTERM stopped it (a preempted machine): the same command resumes it.
 """
 
 import sys
@@ -23,7 +24,7 @@ import jax
 import seqio
 
 from t5x_fwdloss import analysis, loss_mixin, losses, models
-from t5x_fwdloss.analysis import progress
+from t5x_fwdloss.analysis import preemption, progress
 
 # isort: split
 # After `models`, which says in a sentence what is missing where T5X is.
@@ -307,7 +308,9 @@ if __name__ == "__main__":
 
         def configure():
             _parse(gin, gin_utils, FLAGS, [*FLAGS.gin_search_paths, t5x_folder])
-            return functools.partial(analyze_using_gin, config_text=gin.config_str())
+            run = functools.partial(analyze_using_gin, config_text=gin.config_str())
+            # From here on, or JAX alone would hear SIGTERM, and the run go on.
+            return preemption.listening()(run) if FLAGS.multiprocess_gpu else run
 
         return exit_status.exit_status("t5x_fwdloss.analyze", configure, analyze)
 

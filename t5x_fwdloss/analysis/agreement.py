@@ -55,6 +55,13 @@ def least(value: float) -> int:
     return int(multihost_utils.process_allgather(np.float32(value)).min())
 
 
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in one process or more."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+
+
 def wait(name: str) -> None:
     """Hold every process until all are here."""
     if jax.process_count() > 1:

@@ -23,6 +23,7 @@ from t5x_fwdloss.analysis import (
     identity,
     model_facts,
     parameters,
+    preemption,
     preflight,
     programs,
     progress,
@@ -100,7 +101,8 @@ def run_analysis(
     What cannot work raises `ValueError`, as far as possible before anything is compiled.
 
     Returns:
-        The exit status: 0, or 1 where a measurement met a NaN or an infinity.
+        The exit status: 0, 1 where a measurement met a NaN or an infinity, or 143 where
+        SIGTERM stopped the run, in this process or another: the same call resumes it.
     """
     settings_lib.check_measurements("measurements", measurements)
     settings_lib.check_arguments(run_analysis, locals())
@@ -148,12 +150,21 @@ def run_analysis(
     document = folder.document()
     if document is not None:
         return _finished_before(folder, document, names)
-    with folder.claimed(fingerprint):
-        return _run(folder, context, host, measurements, fingerprint, forward)
+    with preemption.listening(), folder.claimed(fingerprint):
+        try:
+            return _run(folder, context, host, measurements, fingerprint, forward)
+        except preemption.Preempted:
+            logging.error(
+                "Stopped by SIGTERM: what was measured is saved in %s; start the same "
+                "command again to resume.",
+                folder.path,
+            )
+            return preemption.STATUS
 
 
 def _run(folder, context, host, measurements, fingerprint, forward) -> int:
     start = time.monotonic()
+    context.step()
     labels_outside = _num_labels_outside(context)
     kept = {m.name: folder.finished(m.name) for m in measurements}
     checks = []
@@ -233,6 +244,7 @@ def _measure(
     measurement: Measurement, context: Context, folder: RunFolder
 ) -> MeasurementResult | Failure:
     start = time.monotonic()
+    context.step()
     try:
         found = measurement.run(context)
     except (NonFiniteLossError, NonFiniteError) as error:

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from . import two_processes
@@ -18,23 +19,22 @@ pytestmark = pytest.mark.timeout(900)
 SKIPPED = ("time", "memory", "orthogonality", "num_products")
 
 
-def start_both(repository, *argv, **env):
+def start_both(repository, folder, *argv):
     """The same program as two processes that find each other."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.analysis.two_processes", *map(str, argv)]
+    command = [sys.executable, "-m", "tests.analysis.two_processes", str(folder)]
     environment = os.environ | {
         "PYTHONPATH": str(repository),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
         # Machine code need not be fast.
         "--xla_backend_optimization_level=0",
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        **env,
     }
     return [
         subprocess.Popen(
-            [*command, f"localhost:{port}", "2", str(index)],
+            [*command, f"localhost:{port}", "2", str(index), *argv],
             cwd=repository,
             env=environment,
             stdout=subprocess.PIPE,
@@ -99,3 +99,21 @@ def test_how_many_batches_are_linearized_is_agreed(both):
     products = json.loads((both[0] / "results.json").read_text())["products"]
     number, total = map(int, re.match(r"(\d+) of (\d+)", products["hessian"]).groups())
     assert 0 < number < total
+
+
+def test_a_signal_to_one_makes_both_save_and_leave_and_both_resume(
+    both, repository, tmp_path
+):
+    leaving = start_both(repository, tmp_path, "3")
+    said = finish(leaving, timeout=300)
+    assert [process.returncode for process in leaving] == [143, 143], said
+    assert "start the same command again to resume" in said[0][1]
+    assert (tmp_path / "unfinished" / "hessian_spectral_density.state").exists()
+    resumed = start_both(repository, tmp_path, "0")
+    said = finish(resumed, timeout=300)
+    assert [process.returncode for process in resumed] == [0, 0], said
+    for name in ("hessian_eigenpairs.npz", "hessian_spectral_density.npz"):
+        undisturbed, found = np.load(both[0] / name), np.load(tmp_path / name)
+        assert undisturbed.files == found.files
+        for array in found.files:
+            np.testing.assert_array_equal(found[array], undisturbed[array])

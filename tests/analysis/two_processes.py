@@ -1,16 +1,19 @@
 """One process of an analysis of the toy model on a mesh of 2 x 2 devices.
 
-    python -m tests.analysis.two_processes OUTPUT_DIR [ADDRESS COUNT INDEX]
+    python -m tests.analysis.two_processes OUTPUT_DIR [ADDRESS COUNT INDEX [LEAVE_AT]]
 
 Alone without an address. Standard output has, as JSON, the operations that touched
-arrays of several processes and were no compiled function of this package.
+arrays of several processes and were no compiled function of this package. With LEAVE_AT
+two measurements only, and SIGTERM to the second process at that step (0: none).
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import re
+import signal
 import sys
 
 import jax
@@ -20,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import optimizer
+from t5x_fwdloss.analysis.progress import Progress
 from t5x_fwdloss.curvature import amortized
 
 from . import toy
@@ -147,7 +151,20 @@ def watch():
     return found
 
 
-def main(output_dir, address=None, count="1", index="0"):
+def signal_at(step):
+    """Sends this process a SIGTERM at one of its steps."""
+    steps = itertools.count(1)
+    original = Progress.update
+
+    def update(self, *args, **kwargs):
+        if next(steps) == step:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    Progress.update = update
+
+
+def main(output_dir, address=None, count="1", index="0", leave_at=None):
     """Joins the others, measures, prints."""
     mesh = None
     if address:
@@ -158,7 +175,12 @@ def main(output_dir, address=None, count="1", index="0"):
         # Enough for some batches: what is kept must be agreed.
         amortized.free_bytes = lambda: LITTLE_MEMORY
     found = watch()
-    status = run(output_dir, mesh)
+    measurements = None
+    if leave_at is not None:
+        measurements = [small("HessianEigenpairs"), small("HessianSpectralDensity")]
+        if index == "1":
+            signal_at(int(leave_at))
+    status = run(output_dir, mesh, measurements)
     sys.stdout.write("\n" + json.dumps({"one_by_one": found}) + "\n")
     return status
 

@@ -87,6 +87,7 @@ class LossComparison:
                 else:
                     notes.append(f"{label}: cannot be differentiated forwards.")
                 progress.update(note=label)
+                context.step()
         numbers |= self._times(reference, context.params, programs)
         return result(self, numbers, notes=tuple(notes))
 

@@ -10,7 +10,7 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import agreement, vector_store
+from t5x_fwdloss.analysis import agreement, preemption, vector_store
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
@@ -169,6 +169,22 @@ class Context:
         if at is not None:
             return product.at(at)
         return product if block_size == 1 else product.stacked
+
+    def step(self, save: Callable[[], None] | None = None, *, due: bool = True) -> None:
+        """The end of one step, the same on every process: a place to save and leave.
+
+        Args:
+            save: saves how far the measurement is; None: it begins again when resumed.
+            due: whether it is time to save, told to leave or not.
+
+        Raises:
+            Preempted: the run was told to leave, by SIGTERM; it is saved.
+        """
+        told = preemption.told()
+        if save is not None and (due or told):
+            save()
+        if told:
+            raise preemption.Preempted
 
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Progress of `total` steps, shown by process 0."""

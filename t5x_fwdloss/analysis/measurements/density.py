@@ -73,8 +73,10 @@ class SpectralDensity(OfMatrix):
 
             def on_step(state):
                 progress.update(note=f"probe {len(state.nodes) + 1}")
-                if _steps(state) % self.save_every == 0:
-                    saved.save(state, len(state.nodes))
+                context.step(
+                    lambda: saved.save(state, len(state.nodes)),
+                    due=_steps(state) % self.save_every == 0,
+                )
 
             samples = slq(
                 self.product(context),

@@ -70,7 +70,7 @@ class HessianDiagonal:
                 nonlocal counted
                 progress.update(len(state.square_norms) - counted)
                 counted = len(state.square_norms)
-                saved.save(state, counted)
+                context.step(lambda: saved.save(state, counted))
 
             found = probe_estimates(
                 context.product(self.matrix, self.block_size),

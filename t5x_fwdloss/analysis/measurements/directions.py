@@ -112,6 +112,7 @@ class DirectionalDerivatives:
                 numbers |= self._measure(context, label, unit, length)
                 arrays |= self._points(context, label, unit, length, numbers)
                 progress.update(note=label)
+                context.step()
         notes += context.rounding.notes
         return result(self, numbers, arrays=arrays, notes=tuple(notes))
 

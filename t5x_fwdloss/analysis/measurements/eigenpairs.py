@@ -112,8 +112,10 @@ class Eigenpairs(OfMatrix):
 
             def on_step(state):
                 progress.update(note=_extremes(state))
-                if state.num_products % self.save_every == 0:
-                    saved.save(state, state.generation)
+                context.step(
+                    lambda: saved.save(state, state.generation),
+                    due=state.num_products % self.save_every == 0,
+                )
 
             found = eigenpairs(
                 self.product(context),

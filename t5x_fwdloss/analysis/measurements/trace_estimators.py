@@ -39,8 +39,10 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             nonlocal counted
             progress.update(len(taken) - counted, f"mean {taken.mean():.4g}")
             counted = len(taken)
-            agreement.from_primary_doing(
-                context.is_primary, lambda: files.write_json(path, taken)
+            context.step(
+                lambda: agreement.from_primary_doing(
+                    context.is_primary, lambda: files.write_json(path, taken)
+                )
             )
 
         return hutchinson_trace(
@@ -112,7 +114,7 @@ def _with_subspace(settings, context, state_class, total, estimate) -> TraceEsti
             nonlocal counted
             progress.update(state.num_products - counted)
             counted = state.num_products
-            saved.save(state, 0)
+            context.step(lambda: saved.save(state, 0))
 
         return estimate(on_step=on_step, state=state)
 

@@ -1,0 +1,93 @@
+"""SIGTERM at any step: the run saves and leaves, and ends with the same numbers later."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from t5x_fwdloss.analysis import (
+    HessianDiagonal,
+    HessianEigenpairs,
+    HessianGroupTraces,
+    HessianSpectralDensity,
+    HessianTrace,
+    LossComparison,
+    preemption,
+)
+from t5x_fwdloss.analysis.progress import Progress
+
+from . import runs
+
+# None is due to be saved before it ends: what is found later was saved on leaving.
+MEASUREMENTS = [
+    HessianEigenpairs(num_largest=1, num_smallest=0, max_steps=6, save_every=100),
+    HessianSpectralDensity(num_probes=2, num_steps=3, save_every=100),
+    HessianTrace(num_probes=4, block_size=2),
+    HessianTrace(name="xtrace", num_probes=2, estimator="xtrace"),
+    HessianGroupTraces(num_probes=2, block_size=1),
+    HessianDiagonal(num_probes=2, block_size=1),
+    LossComparison(num_rounds=0),
+]
+
+
+def signal_at(monkeypatch, step):
+    """Sends a real SIGTERM at one of the run's steps, counted over measurements."""
+    count = 0
+    original = Progress.update
+
+    def update(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == step:
+            signal.raise_signal(signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Progress, "update", update)
+
+
+def arrays(folder):
+    return {
+        f"{path.name}/{name}": found[name]
+        for path in sorted(folder.glob("*.npz"))
+        for found in [np.load(path)]
+        for name in found.files
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert runs.run(folder, measurements=MEASUREMENTS) == 0
+    return arrays(folder)
+
+
+def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
+    undisturbed, tmp_path, monkeypatch, caplog
+):
+    before = signal.getsignal(signal.SIGTERM)
+    # Each start does one step more than the last, so that what keeps nothing ends, too.
+    for step in range(2, 20):
+        with monkeypatch.context() as patch:
+            signal_at(patch, step)
+            status = runs.run(tmp_path, measurements=MEASUREMENTS)
+        assert signal.getsignal(signal.SIGTERM) == before
+        if status == 0:
+            break
+        assert status == preemption.STATUS == 143
+        assert "start the same command again to resume" in caplog.text
+        assert not (tmp_path / "results.json").exists()
+    assert step > 5
+    found = arrays(tmp_path)
+    assert set(found) == set(undisturbed)
+    for name, value in undisturbed.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+def test_without_a_signal_nothing_is_saved_that_is_not_due(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(
+        "t5x_fwdloss.analysis.lanczos_state.LanczosState.save",
+        lambda *args: saved.append(args),
+    )
+    runs.run(tmp_path, measurements=MEASUREMENTS[:1])
+    assert not saved
