@@ -5,6 +5,8 @@ that a sentence about a setting shows that it was checked before anything is res
 """
 
 import re
+import subprocess
+import sys
 
 import pytest
 from t5x_runs.conftest import Forks
@@ -151,3 +153,15 @@ def test_a_bad_setting_is_named_before_anything_begins(
     assert re.match(r"(analyze|train|t5x_fwdloss\.analyze): ", last), said
     assert not (directory / "results").exists()
     assert not (directory / "model").exists()
+
+
+@pytest.mark.timeout(600)
+def test_random_values_of_settings_are_answered_by_a_sentence(repository, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(repository / "tests" / "bad_gin.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "answered\n", done.stderr[-3000:]

@@ -55,4 +55,5 @@ def _refusal(error: Exception, function: Callable[..., Any]) -> str | None:
 
 
 def _say(name: str, words: str) -> None:
-    sys.stderr.write(f"{name}: {words}\n")
+    # One line, whatever the user's values in it hold.
+    sys.stderr.write(f"{name}: {' '.join(words.split())}\n")

@@ -71,6 +71,11 @@ _RULES: Sequence[tuple[str, str]] = (
         "{0} has no argument {1!r}{where}.",
     ),
     (
+        r"^maximum recursion depth exceeded",
+        "A binding of the configuration must not refer to itself, directly or through "
+        "others: one does.",
+    ),
+    (
         r"^No bindings specified for '([^'/]+)/gin\.macro'",
         "The macro {0} is used (%{0}) and no gin file binds it: add --gin.{0}=... or "
         "bind it in a gin file.",

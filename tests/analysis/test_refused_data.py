@@ -1,5 +1,6 @@
 """Parameters, labels and groups that a run refuses, or counts, and what a reader sees."""
 
+import io
 import json
 import re
 import time
@@ -15,6 +16,7 @@ from t5x_fwdloss.analysis import (
     HessianTrace,
     Objective,
     preflight,
+    table,
 )
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.token_loss import TokenLoss
@@ -144,3 +146,14 @@ def test_a_pattern_that_is_none_is_refused_in_every_measurement(tmp_path):
             with pytest.raises(ValueError, match="must be a regular expression: got"):
                 runs.run(tmp_path / "results", measurements=[measurement])
     assert not (tmp_path / "results").exists()
+
+
+def test_an_ascii_terminal_gets_signs_that_it_has():
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as terminal:
+        table.print_line(
+            "3.5 \N{PLUS-MINUS SIGN} 0.1 nat per θ², \N{EN DASH} é", terminal
+        )
+        terminal.flush()
+        assert raw.getvalue() == b"3.5 +- 0.1 nat per theta^2, - \\xe9\n"
+    assert table.encodable("\N{PLUS-MINUS SIGN}", "utf-8") == "\N{PLUS-MINUS SIGN}"
