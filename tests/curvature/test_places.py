@@ -151,11 +151,15 @@ def test_a_run_killed_while_it_looks_ends_with_the_same_bits(max_basis):
     def save(state):
         arrays = jax.tree.map(np.array, state.arrays())
         metadata = jax.tree.map(lambda x: x, state.metadata())
+        again = curvature.EigenpairsState.from_saved(vector(0), arrays, metadata)
+        assert again.couplings == state.couplings
+        assert again.checked == state.checked
         saved.append((state.chain is not None, state.num_checks, arrays, metadata))
 
     whole = curvature.eigenpairs(product, vector(0), on_step=save, **options)
     kinds = [(looking, checks) for looking, checks, _, _ in saved]
     first = kinds.index((True, 0))
+    assert saved[first][3]["couplings"]
     last = len(kinds) - 1 - kinds[::-1].index((True, max(c for _, c in kinds) - 1))
     for _, _, arrays, metadata in (saved[first], saved[last], saved[last - 1]):
         state = curvature.EigenpairsState.from_saved(vector(0), arrays, metadata)
