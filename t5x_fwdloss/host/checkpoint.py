@@ -126,7 +126,7 @@ def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:
             f"An analysis takes one checkpoint: got CHECKPOINT_PATH = {cfg.path!r} with "
             f"mode {cfg.mode!r}."
         )
-    path = cfg.path.rstrip("/")
+    path = os.fspath(files.user_path(cfg.path)).rstrip("/")
     steps = _steps(path)
     if steps:
         return os.path.join(path, steps[-1])

@@ -38,6 +38,13 @@ def test_a_checkpoint_is_its_own_path_and_the_latest_has_the_most_steps(
     assert find(f"{model_dir}/", mode) == f"{model_dir}/checkpoint_50"
 
 
+def test_a_home_folder_and_the_working_directory_are_expanded(model_dir, monkeypatch):
+    monkeypatch.setenv("HOME", model_dir)
+    monkeypatch.chdir(model_dir)
+    for path in ("~/checkpoint_9", "checkpoint_9", "./checkpoint_9/"):
+        assert find(path) == f"{model_dir}/checkpoint_9"
+
+
 def test_a_missing_checkpoint_lists_what_is_there_in_order_of_steps(model_dir):
     listed = ", ".join(f"checkpoint_{n}" for n in (5, 9, 50))
     with pytest.raises(ValueError, match=f"no checkpoint at .*_7: .* has {listed}"):
