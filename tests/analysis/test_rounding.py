@@ -163,6 +163,23 @@ def test_an_eigenvalue_has_residual_and_rounding_in_its_error(narrow, wide, fold
     assert all("plus rounding in bfloat16" in found[n]["error_kind"] for n in names)
 
 
+def test_the_steps_end_where_the_rounding_begins(narrow, wide):
+    names = ["largest_1", "largest_2", "largest_3", "smallest_1"]
+    for document in (narrow, wide):
+        found = numbers(document, "hessian_eigenpairs")
+        assert all(found[name]["converged"] for name in names)
+        assert found["num_products"]["value"] < 60
+
+
+def test_the_zero_of_a_density_is_as_wide_as_the_rounding(narrow, wide):
+    levels = []
+    for document in (narrow, wide):
+        found = numbers(document, "hessian_spectral_density")
+        levels.append(found["zero_level"]["value"] / found["largest_node"]["value"])
+    assert levels[1] < 1e-4
+    assert 2**-9 < levels[0] < 0.1
+
+
 def test_more_probes_do_not_make_up_for_rounding(narrow):
     assert not numbers(narrow, "hessian_trace")["trace"]["converged"]
 

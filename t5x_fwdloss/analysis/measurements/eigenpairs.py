@@ -39,7 +39,9 @@ class Eigenpairs(OfMatrix):
 
     A pair is converged if its true residual is at most `tolerance` times its own
     magnitude, plus what rounding leaves: 10 eps sqrt(products) times the largest
-    magnitude, with eps the unit of rounding of the vectors. And its place must be
+    magnitude, with eps the unit of rounding of the vectors; where the network multiplies
+    in a narrower type than float32, twice the measured noise of its products times the
+    largest magnitude. And its place must be
     settled: a fresh random vector, orthogonal to what was found, showed no further
     eigenvalue in front of it, with a chance of one in a hundred to miss one. The array
     `allowed` holds the largest residual of each converged pair.
@@ -131,6 +133,7 @@ class Eigenpairs(OfMatrix):
                 on_step=on_step,
                 state=state,
             )
+        found = _with_noise(found, noise)
         cosines = self._cosines(context, found)
         if self.save_eigenvectors:
             self._save(context, found)
@@ -269,6 +272,19 @@ class FisherEigenpairs(Eigenpairs):
 
 
 _ENDS = ("largest_", "smallest_")
+
+
+def _with_noise(found, noise):
+    """The pairs, their residuals judged with the rounding of their own product.
+
+    The steps end where estimated residuals come down to the noise of the steps'
+    products; the true ones hold that of the last product besides.
+    """
+    allowed = found.allowed + noise * found.scale
+    converged = (found.residuals <= allowed) & np.asarray(found.settled)
+    return dataclasses.replace(
+        found, allowed=allowed, converged=tuple(map(bool, converged))
+    )
 
 
 def _chosen(names, flags) -> str:
