@@ -1,4 +1,4 @@
-"""Numbers that are not finite, and the sentence that says where they came from."""
+"""Numbers that cannot be, and the sentence that says where they came from."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,6 +6,10 @@ from collections.abc import Iterable, Mapping
 
 class NonFiniteLossError(FloatingPointError):
     """A NaN or an infinity in a derivative of the loss; batch and block are named."""
+
+
+class NegativeCurvatureError(ArithmeticError):
+    """A positive semidefinite matrix with $v^T A v < 0$, beyond rounding."""
 
 
 def check_finite(name: str, parts: Iterable[tuple[str, Mapping[str, float]]]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from t5x_fwdloss import losses
 from t5x_fwdloss.analysis.token_loss import TokenLoss
 from t5x_fwdloss.curvature import probes
 from t5x_fwdloss.curvature.amortized import LinearMap, gauss_newton_map, hessian_map
@@ -85,4 +86,4 @@ def _example_keys(seed, index, size):
 
 def _rank_one(gradient, tangent):
     # The product of every token's g g^T with its part of the tangent.
-    return gradient * jnp.sum(gradient * tangent, axis=-1, keepdims=True)
+    return gradient * losses.row_inners(gradient, tangent)[..., None]

@@ -119,6 +119,12 @@ class Objective:
             token_loss,
             normalizer.total,
         )
+        # Of the matrices that are positive semidefinite where the loss is convex only.
+        self._least_scales: dict[str, Callable[..., Any]] = {}
+        if outputs is not None and token_loss is not None:
+            self._least_scales["gauss_newton"] = lambda p, batch, key, _: (
+                token_loss.least_scale(outputs(p, batch, key), batch)
+            )
         self._programs = Programs(precision)
         if dropout_seed is None:
             self._keys = [None] * len(self.batches)
@@ -368,7 +374,19 @@ class Objective:
             memory_budget=memory_budget,
             fold=fold,
             blame=lambda v: self.matrix_product(matrix, params, v),
+            is_semidefinite=lambda: self._is_semidefinite(matrix, params),
+            rounding=lambda: self.tolerance(params),
         )
+
+    def tolerance(self, params: PyTree) -> float:
+        """The relative error that rounding may leave in a derivative."""
+        return forward_mode.TOLERANCES.get(self.activation_dtype(params), 1e-1)
+
+    def _is_semidefinite(self, matrix, params):
+        if matrix not in self._least_scales:
+            return matrix != "hessian"
+        function = self._least_scales[matrix]
+        return min(self._scalars("the loss's convexity", function, params)) >= 0
 
     def activation_dtype(self, params: PyTree) -> str:
         """The narrowest type in which the network multiplies matrices; traces, once."""

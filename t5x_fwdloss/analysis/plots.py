@@ -12,6 +12,7 @@ from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.whole_spectrum_plots import density, group_traces
 
 Plot = Callable[[MeasurementResult], Figure | None]
+Caption = str | Callable[[MeasurementResult], str]
 
 
 def plots_of(result: MeasurementResult) -> list[tuple[str, str]]:
@@ -28,7 +29,8 @@ def plots_of(result: MeasurementResult) -> list[tuple[str, str]]:
             figure = plot(result)
             if figure is not None:
                 salt = re.sub(r"\W", "-", f"{result.name}-{number}")
-                found.append((caption, figures.to_svg(figure, salt)))
+                text = caption if isinstance(caption, str) else caption(result)
+                found.append((text, figures.to_svg(figure, salt)))
     return found
 
 
@@ -57,10 +59,12 @@ def directions(result: MeasurementResult) -> Figure | None:
 
 
 def eigenvalues(result: MeasurementResult) -> Figure | None:
-    """The eigenvalues in order, with their residuals as error bars."""
-    values, residuals = result.arrays["eigenvalues"], result.arrays["residuals"]
-    names = [n for n in result.numbers if n.startswith(("largest_", "smallest_"))]
-    converged = np.asarray([result.numbers[n].converged for n in names])
+    """The eigenvalues in order, with their errors as bars."""
+    names = [n for n in result.numbers if re.fullmatch(r"(largest|smallest)_\d+", n)]
+    numbers = [result.numbers[n] for n in names]
+    values = np.asarray([number.value for number in numbers])
+    errors = np.asarray([number.error for number in numbers])
+    converged = np.asarray([number.converged for number in numbers])
     order = np.argsort(-values)
     (axis,) = figures.panels(1)
     axis.axhline(0.0, color=FAINT, linewidth=0.8)
@@ -73,7 +77,7 @@ def eigenvalues(result: MeasurementResult) -> Figure | None:
             axis.errorbar(
                 keep,
                 values[order][keep],
-                yerr=residuals[order][keep],
+                yerr=errors[order][keep],
                 fmt="o",
                 color=SERIES[0],
                 markerfacecolor=fill,
@@ -117,42 +121,50 @@ def convergence(result: MeasurementResult) -> Figure | None:
 
 
 def trace_samples(result: MeasurementResult) -> Figure | None:
-    """The samples, their running mean, and its confidence interval."""
-    from scipy import stats
-
-    samples = result.arrays["samples"]
+    """The samples beside the reported trace and its confidence interval."""
+    samples, trace = result.arrays["samples"], result.numbers["trace"]
     count = np.arange(1, len(samples) + 1)
-    mean = np.cumsum(samples) / count
-    spread = np.asarray(
-        [np.std(samples[:n], ddof=1) if n > 1 else np.nan for n in count]
-    )
-    level = result.settings["confidence"]
-    quantile = stats.t.ppf(0.5 + level / 2, np.maximum(count - 1, 1))
-    half = quantile * spread / np.sqrt(count)
+    ends = [count[0], count[-1]]
     (axis,) = figures.panels(1)
     axis.plot(count, samples, "o", color=FAINT, markersize=3, label="one probe")
-    axis.plot(count, mean, color=SERIES[0], label="running mean")
-    axis.fill_between(
-        count,
-        mean - half,
-        mean + half,
-        color=SERIES[0],
-        alpha=0.2,
-        linewidth=0,
-        label=f"{level:.0%} confidence interval",
-    )
-    # The first intervals are wider than the page: let the samples set the scale.
-    low, high = samples.min(), samples.max()
-    margin = 0.25 * (high - low) or 1.0
-    axis.set_ylim(low - margin, high + margin)
+    if result.settings["estimator"] == "hutchinson":
+        mean = np.cumsum(samples) / count
+        axis.plot(count, mean, color=FAINT, linewidth=1, label="running mean")
+    axis.plot(ends, [trace.value] * 2, color=SERIES[0], label="estimate")
+    if trace.interval is not None:
+        low, high = trace.interval
+        axis.fill_between(
+            ends,
+            [low] * 2,
+            [high] * 2,
+            color=SERIES[0],
+            alpha=0.2,
+            linewidth=0,
+            label=f"{result.settings['confidence']:.0%} confidence interval",
+        )
     axis.set_xlabel("probes")
-    axis.set_ylabel(f"trace, {result.numbers['trace'].unit}")
+    axis.set_ylabel(f"trace, {trace.unit}")
     axis.legend(loc="best")
     return axis.get_figure(root=True)
 
 
+TRACE_CAPTIONS = {
+    "hutchinson": "Hutchinson's estimator: one sample for each probe, their running mean, "
+    "and the estimate with its confidence interval.",
+    "hutch++": "Hutch++: for each probe the trace on the subspace plus the probe's sample "
+    "outside of it, and the estimate with its confidence interval.",
+    "xtrace": "XTrace: the estimates that leave out one probe each, and the estimate with "
+    "its confidence interval.",
+}
+
+
+def trace_caption(result: MeasurementResult) -> str:
+    """Which estimator the samples come from."""
+    return TRACE_CAPTIONS[result.settings["estimator"]]
+
+
 # By the end of the measurement's class name: one family, one set of plots.
-PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
+PLOTS: dict[str, tuple[tuple[Caption, Plot], ...]] = {
     "DirectionalDerivatives": (
         (
             "The change of the loss along unit directions. Where points leave the "
@@ -183,10 +195,5 @@ PLOTS: dict[str, tuple[tuple[str, Plot], ...]] = {
             group_traces,
         ),
     ),
-    "Trace": (
-        (
-            "Hutchinson's estimator: one sample a probe, and what their mean knows.",
-            trace_samples,
-        ),
-    ),
+    "Trace": ((trace_caption, trace_samples),),
 }

@@ -15,17 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import forward_mode, parameters
+from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.curvature import probes, trees
 
-# Relative tolerances by the narrowest type that the network multiplies matrices in:
-# what rounding through a dozen layers leaves of agreement, with room to spare.
-TOLERANCES = {
-    "float64": 1e-8,
-    "float32": 5e-4,
-    "float16": 2e-2,
-    "bfloat16": 1e-1,
-}
+# What keeps XLA from fusing products and sums of rows into kernels of YNNPACK.
+YNN_OFF = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
 # One loss computed twice in a compiled function: roundings of the network's type.
 LOSS_ROUNDINGS = 2
 
@@ -118,17 +113,62 @@ def check_objective(
     done = []
     for check in _checks(objective, params, key, dtype, product, forward):
         if not check.passed:
-            raise PreflightError(
-                f"the check '{check.name}' failed: {check.first:.9g} and "
-                f"{check.second:.9g} must differ by at most {check.tolerance:.3g}; "
-                f"{check.meaning}."
-            )
+            raise PreflightError(_failure(check))
         done.append(check)
     return done
 
 
+def check_stacked(
+    matrix: str,
+    product: LinearProduct,
+    params: PyTree,
+    key: jax.Array,
+    *,
+    block_size: int,
+    relative: float,
+) -> Check:
+    """Products with several vectors at once against products one by one.
+
+    Args:
+        matrix: its name in words.
+        product: the product that will be used.
+        params: parameters of the checkpoint.
+        key: a threefry key for the vectors.
+        block_size: how many are stacked.
+        relative: the relative difference that rounding explains.
+
+    Raises:
+        PreflightError: they differ by more; names a way around the compiler.
+    """
+    vectors = probes.random_stack(key, list(range(block_size)), params)
+    together = trees.unstack(product.stacked(vectors))
+    lengths, differences = [], []
+    for vector, found in zip(trees.unstack(vectors), together, strict=True):
+        alone = product(vector)
+        lengths.append(float(trees.norm(alone)))
+        differences.append(float(trees.norm(trees.axpy(-1.0, alone, found))))
+    check = Check(
+        f"{matrix}, {block_size} vectors at once equal one by one",
+        max(differences),
+        0.0,
+        relative * max(lengths),
+        "the compiler has made a wrong function of the one for stacked vectors: on a "
+        f"CPU set the environment variable {YNN_OFF}, or block_size = 1",
+    )
+    if not check.passed:
+        raise PreflightError(_failure(check))
+    return check
+
+
+def _failure(check) -> str:
+    return (
+        f"the check '{check.name}' failed: {check.first:.9g} and {check.second:.9g} "
+        f"must differ by at most {check.tolerance:.3g}; {check.meaning}."
+    )
+
+
 def _checks(objective, params, key, dtype, hessian, forward):
-    relative = TOLERANCES.get(dtype, 1e-1)
+    relative = forward_mode.TOLERANCES.get(dtype, 1e-1)
     value = objective.value(params)
     yield Check(
         "loss twice",

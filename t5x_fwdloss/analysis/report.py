@@ -72,7 +72,7 @@ def _lead(document, results) -> str:
         css = "warn"
     if failed:
         state, css = (
-            f"Stopped by a number that is not finite: {', '.join(failed)}.",
+            f"Stopped by a number that cannot be: {', '.join(failed)}.",
             "bad",
         )
     return f'<p>{escaped(" ".join(words))}</p><p class="{css}">{escaped(state)}</p>'

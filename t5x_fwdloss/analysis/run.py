@@ -31,7 +31,11 @@ from t5x_fwdloss.analysis import (
 )
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.checksum import checksum
-from t5x_fwdloss.analysis.finite import NonFiniteLossError, check_finite
+from t5x_fwdloss.analysis.finite import (
+    NegativeCurvatureError,
+    NonFiniteLossError,
+    check_finite,
+)
 from t5x_fwdloss.analysis.folder import RunFolder, check_names
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
@@ -101,8 +105,9 @@ def run_analysis(
     What cannot work raises `ValueError`, as far as possible before anything is compiled.
 
     Returns:
-        The exit status: 0, 1 where a measurement met a NaN or an infinity, or 143 where
-        SIGTERM stopped the run, in this process or another: the same call resumes it.
+        The exit status: 0, 1 where a measurement met a NaN, an infinity, or a negative
+        product with a matrix that is positive semidefinite, or 143 where SIGTERM stopped
+        the run, in this process or another: the same call resumes it.
     """
     settings_lib.check_measurements("measurements", measurements)
     settings_lib.check_arguments(run_analysis, locals())
@@ -184,6 +189,7 @@ def _run(folder, context, host, measurements, fingerprint, forward) -> int:
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements
     ]
+    checks = checks + context.checks
     document = _document(context, host, outcomes, checks, fingerprint)
     document["num_labels_outside_vocabulary"] = labels_outside
     document["seconds"] = time.monotonic() - start
@@ -232,7 +238,7 @@ def _num_labels_outside(context) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A measurement that was stopped by a number that is not finite."""
+    """A measurement that was stopped by a number that cannot be."""
 
     name: str
     kind: str
@@ -247,7 +253,7 @@ def _measure(
     context.step()
     try:
         found = measurement.run(context)
-    except (NonFiniteLossError, NonFiniteError) as error:
+    except (NonFiniteLossError, NonFiniteError, NegativeCurvatureError) as error:
         logging.error("%s was stopped: %s", measurement.name, error)
         return Failure(
             measurement.name,

@@ -67,6 +67,19 @@ class TokenLoss:
         product = losses.logit_hessian_product(logits, labels, tangent)
         return product * self._weights(logits, batch)
 
+    def least_scale(self, logits: jax.Array, batch: Batch) -> jax.Array:
+        r"""The least $s = \sum_j t_j + 2 c \log Z$ of the tokens that count.
+
+        Where it is not negative, the loss is convex in the logits. Of the target row's
+        sum nothing is taken into account but that it is one for labels that are classes.
+        """
+        log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+        labels = batch["decoder_target_tokens"]
+        is_class = (labels >= 0) & (labels < logits.shape[-1])
+        counted = self._weights(logits, batch)[..., 0] > 0
+        scale = jnp.where(counted, is_class + 2 * self.z_loss * log_z, jnp.inf)
+        return jnp.min(scale)
+
     def gradient(self, logits: jax.Array, batch: Batch) -> jax.Array:
         r"""The gradients $\sqrt w\, \nabla \ell$ at the labels of the data."""
 

@@ -11,7 +11,7 @@ from t5x_fwdloss.losses.implementations import (
     check_loss_settings,
     cross_entropy_with_logits,
 )
-from t5x_fwdloss.losses.logit_hessian import logit_hessian_product
+from t5x_fwdloss.losses.logit_hessian import logit_hessian_product, row_inners
 from t5x_fwdloss.losses.scores import weighted_token_cross_entropy
 from t5x_fwdloss.losses.weighted import compute_weighted_cross_entropy
 from t5x_fwdloss.losses.weighting import get_loss_normalizing_factor_and_weights
@@ -26,6 +26,7 @@ __all__ = [
     "cross_entropy_with_logits",
     "get_loss_normalizing_factor_and_weights",
     "logit_hessian_product",
+    "row_inners",
     "token_cross_entropy",
     "weighted_token_cross_entropy",
 ]

@@ -1,5 +1,6 @@
 """The Hessian of a token's loss in its logits, in closed form, as a product."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, ScalarLike, Shaped
 
@@ -34,7 +35,23 @@ def logit_hessian_product(
     dtype = shift.dtype
     probs = probabilities(logits.astype(dtype), shift, log_sum)
     weighted = probs * tangent.astype(dtype)
-    mean = jnp.sum(weighted, axis=-1, keepdims=True)
+    mean = row_inners(probs, tangent.astype(dtype))[..., None]
     z_loss = jnp.asarray(z_loss, dtype)
     scale = (mass + 2 * z_loss * (shift + log_sum))[..., None]
     return scale * (weighted - probs * mean) + 2 * z_loss * probs * mean
+
+
+def row_inners(
+    a: Float[Array, "*batch vocab"], b: Float[Array, "*batch vocab"]
+) -> Float[Array, "*batch"]:
+    r"""The inner products $\sum_j a_j b_j$ of the rows of two arrays.
+
+    A contraction, not a sum of products: where only `b` is mapped over several vectors,
+    XLA's CPU compiler has fused broadcast, product, sum and the next product into one
+    kernel that gives wrong numbers (docs/upstream/xla_cpu_ynn_fusion.md).
+
+    Args:
+        a: rows, such as probabilities or gradients.
+        b: rows of the same shape, such as tangents.
+    """
+    return jnp.einsum("...v,...v->...", a, b, precision=jax.lax.Precision.HIGHEST)

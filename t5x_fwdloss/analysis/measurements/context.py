@@ -10,7 +10,13 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import agreement, preemption, vector_store
+from t5x_fwdloss.analysis import (
+    agreement,
+    matrices,
+    preemption,
+    preflight,
+    vector_store,
+)
 from t5x_fwdloss.analysis.linear_product import LinearProduct
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import Objective
@@ -36,6 +42,7 @@ class Context:
         load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
         vectors_path: measurement name to the folder where it leaves vectors.
         vectors: measurement name to how many vectors it will leave.
+        checks: what the run has checked of itself, before it used it.
     """
 
     objective: Objective
@@ -49,6 +56,8 @@ class Context:
     load_preconditioner: Callable[[], Preconditioner] | None = None
     vectors_path: Callable[[str], epath.Path] | None = None
     vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    checks: list[preflight.Check] = dataclasses.field(default_factory=list)
+    _compared: set[tuple[str, int]] = dataclasses.field(default_factory=set, init=False)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
     _preconditioner: Preconditioner | None = dataclasses.field(default=None, init=False)
     _linear: tuple[str, LinearProduct] | None = dataclasses.field(
@@ -168,7 +177,21 @@ class Context:
         product = self._linear[1]
         if at is not None:
             return product.at(at)
-        return product if block_size == 1 else product.stacked
+        if block_size == 1:
+            return product
+        if (matrix, block_size) not in self._compared:
+            self.checks.append(
+                preflight.check_stacked(
+                    matrices.WORDS[matrix],
+                    product,
+                    self.params,
+                    self.key("preflight/stacked"),
+                    block_size=block_size,
+                    relative=self.objective.tolerance(self.params),
+                )
+            )
+            self._compared.add((matrix, block_size))
+        return product.stacked
 
     def step(self, save: Callable[[], None] | None = None, *, due: bool = True) -> None:
         """The end of one step, the same on every process: a place to save and leave.

@@ -1,0 +1,197 @@
+"""The figures of the report draw the numbers of results.json, and true densities."""
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from . import cells, dense
+from .test_numbers import names
+
+TRACES = [x for m in dense.MATRICES for x in names(cells.traces(m))]
+EIGENPAIRS = [
+    x for m in cells.matrices_of("eigenpairs") for x in names(cells.eigenpairs(m))
+]
+
+
+def band(axis):
+    """The corners of the one filled band: x, low, high in order of x."""
+    (collection,) = axis.collections
+    (path,) = collection.get_paths()
+    places = {}
+    for x, y in path.vertices:
+        places.setdefault(x, []).append(y)
+    x = np.array(sorted(places))
+    low = np.array([min(places[p]) for p in x])
+    return x, low, np.array([max(places[p]) for p in x])
+
+
+def line(axis, label):
+    (found,) = [x for x in axis.lines if x.get_label() == label]
+    return found.get_data()
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_plot_draws_the_reported_interval(kept, name):
+    entry, (axis,) = kept[name], kept.axes(name)
+    number, samples = entry.number("trace"), entry.arrays["samples"]
+    x, y = line(axis, "one probe")
+    np.testing.assert_array_equal(x, np.arange(1, len(samples) + 1))
+    np.testing.assert_array_equal(y, samples)
+    np.testing.assert_array_equal(line(axis, "estimate")[1], [number["value"]] * 2)
+    _, low, high = band(axis)
+    np.testing.assert_allclose(np.unique(low), number["interval"][0], rtol=1e-12)
+    np.testing.assert_allclose(np.unique(high), number["interval"][1], rtol=1e-12)
+    # Nothing of it is cut off.
+    assert axis.get_ylim()[0] <= low.min()
+    assert axis.get_ylim()[1] >= high.max()
+    level = entry.found["settings"]["confidence"]
+    labels = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert f"{level:.0%} confidence interval" in labels
+    hutchinson = entry.found["settings"]["estimator"] == "hutchinson"
+    assert ("running mean" in labels) == hutchinson
+    if hutchinson:
+        means = [samples[:n].mean() for n in range(1, len(samples) + 1)]
+        np.testing.assert_allclose(line(axis, "running mean")[1], means, rtol=1e-12)
+    assert number["unit"] in axis.get_ylabel()
+
+
+def test_a_trace_plots_caption_names_its_estimator(kept):
+    page = (kept.path / "report.html").read_text()
+    count = dict.fromkeys(("Hutchinson's estimator", "Hutch++", "XTrace"), 0)
+    for name in TRACES:
+        how = kept[name].found["settings"]["estimator"]
+        word = {"hutchinson": "Hutchinson's estimator", "hutch++": "Hutch++"}
+        count[word.get(how, "XTrace")] += 1
+    for word, number in count.items():
+        assert page.count(f"<figcaption>{word.replace(chr(39), '&#x27;')}:") == number
+
+
+@pytest.mark.parametrize("name", EIGENPAIRS)
+def test_an_eigenvalue_plot_draws_values_and_errors(kept, name):
+    entry, (axis,) = kept[name], kept.axes(name)
+    wanted = {
+        label.replace("_", " "): number
+        for label, number in entry.found["numbers"].items()
+        if label.startswith(("largest_", "smallest_"))
+    }
+    drawn = {}
+    for container in axis.containers:
+        points, _, (bars,) = container
+        for x, y in zip(*points.get_data(), strict=True):
+            (low, high) = next(
+                (b[0][1], b[1][1]) for b in bars.get_segments() if b[0][0] == x
+            )
+            drawn[int(x)] = (y, low, high, container.get_label())
+    ticks = [text.get_text() for text in axis.get_xticklabels()]
+    assert len(ticks) == len(drawn) == len(wanted)
+    values = [drawn[i][0] for i in range(len(drawn))]
+    assert values == sorted(values, reverse=True)
+    for place, label in enumerate(ticks):
+        number = wanted[label]
+        value, error = number["value"], number["error"]
+        assert drawn[place][:3] == pytest.approx((value, value - error, value + error))
+        state = "converged" if number["converged"] else "not converged"
+        assert drawn[place][3] == state
+    assert number["unit"] in axis.get_ylabel()
+
+
+@pytest.mark.parametrize("name", EIGENPAIRS)
+def test_a_convergence_plot_draws_the_history(kept, name):
+    entry = kept[name]
+    history = entry.arrays["history"]
+    if len(history) < 2:
+        return
+    left, right = kept.axes(name, 1)
+    pairs = (history.shape[1] - 1) // 2
+    for i in range(pairs):
+        for axis, column in ((left, 1 + 2 * i), (right, 2 + 2 * i)):
+            x, y = axis.lines[i].get_data()
+            np.testing.assert_array_equal(x, history[:, 0])
+            expected = history[:, column]
+            if axis is right:
+                expected = np.where(expected > 0, expected, np.nan)
+            np.testing.assert_array_equal(y, expected)
+    # The last Ritz values are the eigenvalues reported.
+    last = sorted(history[-1, 1::2])
+    found = np.sort(entry.arrays["eigenvalues"])
+    np.testing.assert_allclose(last, found, rtol=1e-3, atol=1e-3 * np.abs(found).max())
+
+
+@pytest.mark.parametrize(
+    "name", [x for m in cells.matrices_of("density") for x in names(cells.densities(m))]
+)
+def test_a_density_plot_draws_the_smoothed_nodes(kept, name):
+    entry, panels = kept[name], kept.axes(name)
+    nodes, weights = entry.arrays["nodes"], entry.arrays["weights"]
+    count = len(nodes)
+    quantile = scipy.stats.t.ppf(0.975, count - 1)
+    for axis, places in zip(
+        panels, (nodes, np.log10(np.abs(nodes) + 1e-8)), strict=True
+    ):
+        width = 0.01 * (places.max() - places.min())
+        x, y = line(axis, "mean over probes")
+        assert (x[0], x[-1]) == pytest.approx(
+            (places.min() - 5 * width, places.max() + 5 * width)
+        )
+        bells = scipy.stats.norm.pdf(x[:, None, None], places, width)
+        curves = (weights * bells).sum(axis=2)
+        mean = curves.mean(axis=1)
+        top = mean.max()
+        np.testing.assert_allclose(y, mean, rtol=1e-9, atol=1e-9 * top)
+        half = quantile * curves.std(axis=1, ddof=1) / np.sqrt(count)
+        at, low, high = band(axis)
+        np.testing.assert_array_equal(at, x)
+        np.testing.assert_allclose(high, mean + half, rtol=1e-9, atol=1e-9 * top)
+        expected = np.maximum(mean - half, 0)
+        np.testing.assert_allclose(low, expected, rtol=1e-9, atol=1e-9 * top)
+    assert entry.number("trace")["unit"] in panels[0].get_xlabel()
+    assert "95% band" in [t.get_text() for t in panels[0].get_legend().get_texts()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        x
+        for m in cells.matrices_of("group_traces")
+        for x in names(cells.stacked("group_traces", m))
+    ],
+)
+def test_a_plot_of_groups_draws_values_and_intervals(kept, name):
+    entry, (axis,) = kept[name], kept.axes(name)
+    labels = [text.get_text() for text in axis.get_yticklabels()]
+    middle = lambda bar: round(bar.get_y() + bar.get_height() / 2, 6)
+    bars = {middle(bar): bar.get_width() for bar in axis.patches}
+    intervals = {
+        y[0]: tuple(x)
+        for x, y in (drawn.get_data() for drawn in axis.lines)
+        if y[0] == y[1]
+    }
+    wanted = [n for n in entry.found["numbers"] if n.endswith("/trace")]
+    assert [f"{label}/trace" for label in labels] == wanted
+    for place, label in zip(axis.get_yticks(), labels, strict=True):
+        number = entry.number(f"{label}/trace")
+        assert bars[place] == pytest.approx(number["value"])
+        assert intervals[place] == pytest.approx(number["interval"])
+    assert number["unit"] in axis.get_xlabel()
+
+
+def test_a_plot_of_directions_draws_losses_and_model(kept):
+    entry = kept["directional_derivatives"]
+    panels = kept.axes("directional_derivatives")
+    labels = [k.removesuffix("/steps") for k in entry.arrays if k.endswith("/steps")]
+    assert [axis.get_title("left") for axis in panels] == [
+        label.replace("_", " ") for label in labels
+    ]
+    for axis, label in zip(panels, labels, strict=True):
+        steps, losses = (
+            entry.arrays[f"{label}/{what}"] for what in ("steps", "losses")
+        )
+        x, y = line(axis, "measured")
+        np.testing.assert_array_equal(x, steps)
+        np.testing.assert_allclose(y, losses - entry.value("loss"), rtol=1e-12)
+        t, model = line(axis, "second-order model")
+        slope, curvature = (entry.value(f"{label}/{k}") for k in ("slope", "curvature"))
+        expected = slope * t + curvature * t**2 / 2
+        np.testing.assert_allclose(model, expected, rtol=1e-9, atol=1e-12)
+        assert (t[0], t[-1]) == (steps[0], steps[-1])
+    assert "nat/token" in panels[0].get_ylabel()

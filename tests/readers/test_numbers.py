@@ -1,0 +1,343 @@
+"""Every number of results.json, and every array beside it, is that of a dense matrix.
+
+Randomized estimates are compared with the same estimate of the same probes on the dense
+matrix: what is left is rounding.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from etils import epath
+
+from t5x_fwdloss.analysis import vector_store
+from t5x_fwdloss.curvature import probes
+
+from . import cells, dense, estimators
+
+EPS = float(np.finfo(np.float32).eps)
+# Of products in float32 through the network, in units of the matrix's norm.
+ROUNDING = 128 * EPS
+
+
+def rounding(matrix) -> float:
+    """What float32 leaves of z^T A z, z of n signs, in the worst of many."""
+    return ROUNDING * np.sqrt(len(matrix)) * np.linalg.norm(matrix)
+
+
+def names(measurements):
+    return [measurement.name for measurement in measurements]
+
+
+def parts(name):
+    """Quantity, matrix and the further labels of a cell."""
+    quantity, matrix, *labels = name.split("-")
+    return quantity, matrix, labels
+
+
+def check(number, value, error, interval, unit, count, tolerance):
+    """One number of results.json, with all that stands beside it."""
+    assert number["value"] == pytest.approx(value, abs=tolerance)
+    assert number["error"] == pytest.approx(error, abs=tolerance)
+    assert number["unit"] == unit
+    assert number["count"] == count
+    if interval is None:
+        assert number["interval"] is None
+    else:
+        assert number["interval"] == pytest.approx(interval, abs=3 * tolerance)
+
+
+def unit_of(variant):
+    preconditioned = "preconditioned" in cells.VARIANTS[variant]
+    return "per θ" if preconditioned else "nat/token per θ²"
+
+
+def estimate_of(name, matrix) -> estimators.Estimate:
+    """What the trace estimator of a cell finds, by definition."""
+    _, _, (_, how) = parts(name)
+    numbers = range(cells.NUM_PROBES["trace"])
+    purpose, confidence = f"{name}/probes", 0.95
+    if how == "hutchpp":
+        sketch = cells.draws(purpose, range(cells.SKETCH_SIZE), "normal", base=0)
+        rest = cells.draws(purpose, numbers, base=1)
+        return estimators.hutchpp(matrix, sketch, rest, confidence)
+    if how == "xtrace":
+        drawn = cells.draws(purpose, numbers, "normal")
+        return estimators.xtrace(matrix, drawn, confidence)
+    z = cells.draws(purpose, numbers)
+    return estimators.hutchinson(np.einsum("ij,ij->j", z, matrix @ z), 0.9)
+
+
+def check_trace(entry, truth):
+    name = entry.found["name"]
+    _, matrix, (variant, _) = parts(name)
+    dense_matrix = cells.true_matrix(truth.matrices[matrix], variant)
+    expected, size = estimate_of(name, dense_matrix), cells.in_group(variant).sum()
+    tolerance, count = rounding(dense_matrix), len(expected.samples)
+    np.testing.assert_allclose(
+        entry.arrays["samples"], expected.samples, atol=tolerance
+    )
+    for number, scale in (("trace", 1), ("mean_eigenvalue", size)):
+        check(
+            entry.number(number),
+            expected.value / scale,
+            expected.error / scale,
+            tuple(x / scale for x in expected.interval),
+            unit_of(variant),
+            count,
+            tolerance / scale,
+        )
+
+
+KEPT_TRACES = [x for m in dense.MATRICES for x in names(cells.traces(m))]
+
+
+@pytest.mark.parametrize("name", KEPT_TRACES)
+def test_traces(kept, truth, name):
+    check_trace(kept[name], truth)
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in names(cells.fresh_run()) if x.startswith("trace")]
+)
+def test_traces_without_kept_residuals(fresh, truth, name):
+    check_trace(fresh[name], truth)
+
+
+def check_eigenpairs(run, truth, name):
+    _, matrix, (variant,) = parts(name)
+    inside = cells.in_group(variant)
+    whole = cells.true_matrix(truth.matrices[matrix], variant)
+    values, vectors = np.linalg.eigh(whole[np.ix_(inside, inside)])
+    entry, tolerance = run[name], ROUNDING * np.abs(values).max()
+    gradient = truth.gradient
+    if "preconditioned" in cells.VARIANTS[variant]:
+        gradient = cells.preconditioner_root() * gradient
+    cosines = vectors.T @ gradient[inside] / np.linalg.norm(gradient[inside])
+    ends = {"largest": (values[::-1], cosines[::-1]), "smallest": (values, cosines)}
+    wanted = {"largest": 2, "smallest": int(matrix == "hessian")}
+    places = [-1, -2, 0][: sum(wanted.values())]
+    gap = min(np.abs(np.delete(values, i) - values[i]).min() for i in places)
+    # How far an eigenvector may turn at its residual (Davis, Kahan 1970).
+    turn = 2 * entry.arrays["residuals"].max() / gap + 1e-4
+    at = 0
+    for end, count in wanted.items():
+        for i in range(count):
+            number = entry.number(f"{end}_{i + 1}")
+            expected = ends[end][0][i]
+            assert abs(number["value"] - expected) <= number["error"] + tolerance
+            assert number["error"] <= cells.TOLERANCE * np.abs(values).max() + tolerance
+            assert number["unit"] == unit_of(variant)
+            assert number["converged"]
+            assert number["value"] == entry.arrays["eigenvalues"][at]
+            assert number["error"] == entry.arrays["residuals"][at]
+            at += 1
+        if count:
+            overlap = np.square(ends[end][1][:count]).sum()
+            assert entry.value(f"gradient_in_{end}") == pytest.approx(
+                overlap, abs=2 * turn
+            )
+    found = entry.arrays["gradient_cosines"]
+    expected = [c for end, n in wanted.items() for c in ends[end][1][:n]]
+    np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=turn)
+    return entry, whole
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x for m in cells.matrices_of("eigenpairs") for x in names(cells.eigenpairs(m))],
+)
+def test_eigenpairs(kept, truth, name):
+    check_eigenpairs(kept, truth, name)
+
+
+def test_eigenpairs_without_kept_residuals(fresh, truth):
+    check_eigenpairs(fresh, truth, "eigenpairs-fisher-whole")
+
+
+def saved_vectors(run, name, count):
+    like = probes.random_like(0, dense.parameters())
+    path = epath.Path(run.path) / f"{name}_vectors"
+    found = [vector_store.restore(path / f"vector_{i}", like) for i in range(count)]
+    return np.stack([dense.flat(vector) for vector in found], axis=1)
+
+
+@pytest.mark.parametrize("matrix", cells.matrices_of("eigenpairs"))
+def test_residuals_are_those_of_the_vectors_that_were_saved(kept, truth, matrix):
+    name = f"eigenpairs-{matrix}-whole"
+    entry, dense_matrix = kept[name], truth.matrices[matrix]
+    values = entry.arrays["eigenvalues"]
+    vectors = saved_vectors(kept, name, len(values))
+    residuals = np.linalg.norm(dense_matrix @ vectors - vectors * values, axis=0)
+    tolerance = ROUNDING * np.abs(values).max()
+    np.testing.assert_allclose(entry.arrays["residuals"], residuals, atol=tolerance)
+    gram = vectors.T @ vectors - np.eye(len(values))
+    worst = np.abs(gram).max()
+    assert entry.value("orthogonality") == pytest.approx(worst, abs=8 * EPS)
+
+
+@functools.cache
+def density_draws(name, variant):
+    z = cells.draws(f"{name}/probes", range(cells.NUM_PROBES["density"]))
+    return z * cells.in_group(variant)[:, None]
+
+
+@pytest.mark.parametrize(
+    "name", [x for m in cells.matrices_of("density") for x in names(cells.densities(m))]
+)
+def test_densities(kept, truth, name):
+    _, matrix, (variant,) = parts(name)
+    dense_matrix = cells.true_matrix(truth.matrices[matrix], variant)
+    entry, z = kept[name], density_draws(name, variant)
+    size, count = cells.in_group(variant).sum(), z.shape[1]
+    assert entry.arrays["dimension"] == size
+    nodes, weights = entry.arrays["nodes"], entry.arrays["weights"]
+    norm = np.linalg.norm(dense_matrix)
+    power = z
+    moments = {}
+    for degree in range(4):
+        # A Gauss quadrature is exact for polynomials.
+        moments[degree] = np.einsum("ij,ij->j", z, power) / size
+        found = (weights * nodes**degree).sum(axis=1)
+        tolerance = ROUNDING * (degree + 1) * norm**degree
+        np.testing.assert_allclose(found, moments[degree], atol=tolerance)
+        power = dense_matrix @ power
+    error = lambda x: x.std(ddof=1) / np.sqrt(count)
+    unit, tolerance = unit_of(variant), rounding(dense_matrix)
+    check(
+        entry.number("trace"),
+        size * moments[1].mean(),
+        size * error(moments[1]),
+        None,
+        unit,
+        count,
+        tolerance,
+    )
+    frobenius = np.sqrt(size * moments[2].mean())
+    check(
+        entry.number("frobenius_norm"),
+        frobenius,
+        size * error(moments[2]) / (2 * frobenius),
+        None,
+        unit,
+        count,
+        ROUNDING * 2 * norm,
+    )
+    quadratures = [
+        estimators.quadrature(dense_matrix, z[:, i], cells.NUM_STEPS)
+        for i in range(count)
+    ]
+    extremes = np.concatenate([nodes for nodes, _ in quadratures])
+    for end, expected in (("largest", extremes.max()), ("smallest", extremes.min())):
+        number = entry.number(f"{end}_node")
+        assert number["value"] == pytest.approx(expected, abs=1e-3 * norm)
+        assert number["error"] is None
+        assert number["unit"] == unit
+
+
+def group_names():
+    paths = dense.leaves(dense.parameters())
+    return list(dict.fromkeys("/".join(path.split("/")[:2]) for path in paths))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        x
+        for m in cells.matrices_of("group_traces")
+        for x in names(cells.stacked("group_traces", m))
+    ],
+)
+def test_traces_by_group(kept, truth, name):
+    matrix = truth.matrices[parts(name)[1]]
+    entry, count = kept[name], cells.NUM_PROBES["group_traces"]
+    z = cells.draws(f"{name}/probes", range(count))
+    products, tolerance, unit = matrix @ z, rounding(matrix), unit_of("whole")
+
+    def check_estimate(number, samples, size=1):
+        expected = estimators.hutchinson(samples)
+        check(
+            number,
+            expected.value / size,
+            expected.error / size,
+            tuple(x / size for x in expected.interval),
+            unit,
+            count,
+            tolerance / size,
+        )
+
+    check_estimate(entry.number("trace"), (z * products).sum(axis=0))
+    squares = np.square(products).sum(axis=0)
+    norm = np.sqrt(squares.mean())
+    error = squares.std(ddof=1) / np.sqrt(count) / (2 * norm)
+    tolerance_of_norm = ROUNDING * 2 * np.linalg.norm(matrix)
+    number = entry.number("frobenius_norm")
+    check(number, norm, error, None, unit, None, tolerance_of_norm)
+    for group in group_names():
+        chosen, label = dense.group(group), group.replace("/", ".")
+        samples = (z * products)[chosen].sum(axis=0)
+        size = chosen.sum()
+        check_estimate(entry.number(f"{label}/trace"), samples)
+        check_estimate(entry.number(f"{label}/mean_eigenvalue"), samples, size)
+        assert entry.value(f"{label}/parameters") == size
+        found = entry.arrays[f"{label}/samples"]
+        np.testing.assert_allclose(found, samples, atol=tolerance)
+
+
+def check_diagonal(entry, truth):
+    name = entry.found["name"]
+    matrix, count = truth.matrices["hessian"], cells.NUM_PROBES["diagonal"]
+    z = cells.draws(f"{name}/probes", range(count))
+    samples = z * (matrix @ z)
+    mean = samples.mean(axis=1)
+    error = samples.std(axis=1, ddof=1) / np.sqrt(count)
+    tolerance, unit = ROUNDING * np.linalg.norm(matrix), unit_of("whole")
+    total = estimators.hutchinson(samples.sum(axis=0))
+    check(
+        entry.number("trace"),
+        total.value,
+        total.error,
+        total.interval,
+        unit,
+        count,
+        rounding(matrix),
+    )
+    for path, leaf in dense.leaves(dense.parameters()).items():
+        chosen = dense.group(path)
+        for end, expected in (("mean", mean), ("error", error)):
+            found = entry.arrays[f"{path}/{end}"]
+            assert found.shape == leaf.shape
+            np.testing.assert_allclose(found.ravel(), expected[chosen], atol=tolerance)
+    for group in group_names():
+        chosen, label = dense.group(group), group.replace("/", ".")
+        for end, at in (("largest", np.argmax), ("smallest", np.argmin)):
+            place = at(mean[chosen])
+            number = entry.number(f"{label}/{end}")
+            assert number["value"] == pytest.approx(mean[chosen][place], abs=tolerance)
+            assert number["error"] == pytest.approx(error[chosen][place], abs=tolerance)
+            assert number["unit"] == unit
+
+
+@pytest.mark.parametrize("name", names(cells.stacked("diagonal", "hessian")))
+def test_diagonals(kept, fresh, truth, name):
+    check_diagonal(kept[name], truth)
+    check_diagonal(fresh[name], truth)
+
+
+def test_products_are_kept_where_memory_allows(kept, fresh):
+    for matrix in dense.MATRICES:
+        assert kept.document["products"][matrix].startswith("2 of 2 batches linearized")
+        assert fresh.document["products"][matrix].startswith("0 of 2 batches")
+
+
+def test_the_header_says_what_was_measured(kept):
+    document = kept.document
+    assert document["normalizer"]["W"] == pytest.approx(dense.normalizer(), rel=EPS)
+    assert document["num_parameters"] == len(dense.flat(dense.parameters()))
+    counted = sum(np.count_nonzero(b["decoder_loss_weights"]) for b in dense.batches())
+    assert document["num_tokens"] == counted
+    assert (document["step"], document["seed"]) == (70, cells.SEED)
+    shapes = {name: list(np.shape(x)) for name, x in dense.batches()[0].items()}
+    assert document["batch_shapes"] == shapes
+    assert jax.default_backend() == document["environment"]["platform"]
