@@ -2,6 +2,7 @@
 
 import copy
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
@@ -245,6 +246,74 @@ def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypa
     assert found.numbers["autodiff/gradient_difference"].value > 1e-3
     assert "autodiff: the gradient differs most in dense/bias." in found.notes
     assert found.numbers["custom_jvp/gradient_difference"].value < 1e-5
+
+
+def test_differences_are_relative_to_the_reference(context, monkeypatch):
+    from t5x_fwdloss.analysis.measurements import comparison
+
+    exchanged = comparison._exchanged
+    reference = context.objective
+
+    def scaled(objective, name, length):
+        found = exchanged(objective, name, length)
+        if name != "autodiff":
+            return found
+        times = lambda factor, tree: jax.tree.map(lambda x: factor * x, tree)
+        value, gradient = reference.value, reference.gradient
+        monkeypatch.setattr(found, "value", lambda params: 1.25 * value(params))
+        monkeypatch.setattr(found, "gradient", lambda p: times(1.5, gradient(p)))
+        slope = lambda p, v: (value(p), 1.75 * reference.jvp(p, v)[1])
+        monkeypatch.setattr(found, "jvp", slope)
+        return found
+
+    monkeypatch.setattr(comparison, "_exchanged", scaled)
+    found = LossComparison(num_rounds=0).run(context).numbers
+    for what, expected in (("value", 0.25), ("gradient", 0.5), ("jvp", 0.75)):
+        number = found[f"autodiff/{what}_difference"]
+        assert number.value == pytest.approx(expected, rel=1e-5)
+        assert number.unit == "1"
+        assert found[f"custom_jvp/{what}_difference"].value < 1e-5
+
+
+def test_times_and_memory_are_those_of_the_programs(context, monkeypatch):
+    """Each program takes the seconds that a clock of the test says."""
+    from t5x_fwdloss.analysis.measurements import comparison
+
+    labels = ["reference", "custom_vjp", "autodiff", "autodiff/jvp"]
+    seconds = {
+        "reference": [2.0, 2.0, 2.0],
+        "custom_vjp": [3.0, 1.0, 5.0],
+        "autodiff": [4.0, 8.0, 6.0],
+        "autodiff/jvp": [1.0, 1.0, 1.0],
+    }
+    clock, readings = 0.0, []
+    for number in range(4):
+        for label in labels:
+            # The first round warms up, and takes long.
+            clock += 1.0
+            readings.append(clock)
+            clock += seconds[label][number - 1] if number else 1000.0
+            if number:
+                readings.append(clock)
+    ticks = iter(readings)
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: next(ticks))
+    names = ("custom_vjp", "autodiff")
+    found = LossComparison(implementations=names, num_rounds=3).run(context).numbers
+    monkeypatch.undo()
+    expected = {
+        "custom_vjp/time": (1.5, 0.5),
+        "autodiff/time": (3.0, 0.5),
+        "autodiff/jvp_time": (0.5, 0.0),
+    }
+    for name, (value, error) in expected.items():
+        number = found[name]
+        assert (number.value, number.error, number.count) == (value, error, 3)
+        assert number.unit == "of the reference"
+    value_and_gradient = comparison._value_and_gradient(
+        comparison._exchanged(context.objective, "autodiff", None), context.params
+    )
+    size = value_and_gradient.memory_analysis().temp_size_in_bytes
+    assert found["autodiff/memory"].value == size / 1024**2
 
 
 def test_a_comparison_needs_known_names_and_a_model(context):

@@ -228,12 +228,36 @@ def test_densities(kept, truth, name):
         estimators.quadrature(dense_matrix, z[:, i], cells.NUM_STEPS)
         for i in range(count)
     ]
+    check_signs(entry, quadratures)
     extremes = np.concatenate([nodes for nodes, _ in quadratures])
     for end, expected in (("largest", extremes.max()), ("smallest", extremes.min())):
         number = entry.number(f"{end}_node")
         assert number["value"] == pytest.approx(expected, abs=1e-3 * norm)
         assert number["error"] is None
         assert number["unit"] == unit
+
+
+def check_signs(entry, quadratures):
+    """The parts of the spectrum below zero, and at zero up to rounding."""
+    scale = max(np.abs(nodes).max() for nodes, _ in quadratures)
+    level = 10 * EPS * np.sqrt(cells.NUM_STEPS) * scale
+    ranges = {
+        "part_below_zero": (-np.inf, 0.0),
+        "negative_fraction": (-np.inf, -level),
+        "zero_fraction": (-level, level),
+    }
+    found = [name for name in ranges if name in entry.found["numbers"]]
+    assert found
+    for name in found:
+        low, high = ranges[name]
+        parts = np.array([w[(x >= low) & (x <= high)].sum() for x, w in quadratures])
+        # Of nodes as small as rounding in float32 the sign is not known.
+        unsure = max(w[np.abs(x) <= 10 * level].sum() for x, w in quadratures) + 1e-3
+        number = entry.number(name)
+        assert number["value"] == pytest.approx(parts.mean(), abs=unsure)
+        error = parts.std(ddof=1) / np.sqrt(len(parts))
+        assert number["error"] == pytest.approx(error, abs=unsure)
+        assert number["unit"] == "1"
 
 
 def group_names():
