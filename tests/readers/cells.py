@@ -11,7 +11,8 @@ from t5x_fwdloss.curvature import probes
 from . import dense
 
 SEED = 5
-GROUP, DAMPING, EPSILON = "decoder", 0.7, 1e-8
+GROUP, DAMPING = "decoder", 0.7
+LEARNING_RATE, THRESHOLD = 0.1, 38.0
 VARIANTS = {
     "whole": {},
     "group": {"group": f"{GROUP}/.*"},
@@ -170,8 +171,7 @@ def fresh_run():
 
 
 def preconditioner_root() -> np.ndarray:
-    """The root of what the second moment says the gradient is multiplied by."""
-    return (np.sqrt(dense.flat(dense.second_moment())) + EPSILON) ** -0.5
+    return np.sqrt(dense.flat(dense.diagonal()))
 
 
 def true_matrix(matrix: np.ndarray, variant: str) -> np.ndarray:

@@ -70,8 +70,9 @@ def parameters(seed=0):
         return model().get_initial_params(jax.random.key(seed), batches()[0])
 
 
-def second_moment():
-    return jax.tree.map(lambda x: x**2 + 0.1, parameters(7))
+def diagonal():
+    """What the optimizer of the runs multiplies a gradient by."""
+    return jax.tree.map(lambda x: (x**2 + 0.1) ** -0.5, parameters(7))
 
 
 def flat(tree) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import HostInfo, Objective, figures, run_analysis
+from t5x_fwdloss.analysis.optimizer import Preconditioner
 
 from . import cells, dense
 
@@ -82,7 +83,12 @@ def run(path, measurements, memory_budget=None, **fields) -> Run:
             checkpoint="/models/tiny",
             step=70,
             load_params=lambda _: dense.parameters(3),
-            load_second_moment=dense.second_moment,
+            load_preconditioner=lambda: Preconditioner(
+                dense.diagonal(),
+                "an optimizer",
+                learning_rate=cells.LEARNING_RATE,
+                threshold=cells.THRESHOLD,
+            ),
         ),
         "memory_budget": memory_budget,
     } | fields

@@ -50,7 +50,7 @@ def check(number, value, error, interval, unit, count, tolerance):
 
 def unit_of(variant):
     preconditioned = "preconditioned" in cells.VARIANTS[variant]
-    return "per θ" if preconditioned else "nat/token per θ²"
+    return "1/η" if preconditioned else "nat/token per θ²"
 
 
 def estimate_of(name, matrix) -> estimators.Estimate:
@@ -138,6 +138,14 @@ def check_eigenpairs(run, truth, name):
             assert entry.value(f"gradient_in_{end}") == pytest.approx(
                 overlap, abs=2 * turn
             )
+    settings = cells.VARIANTS[variant]
+    known = "preconditioned" in settings and "damping" not in settings
+    assert ("stability_threshold" in entry.found["numbers"]) == known
+    if known:
+        threshold = entry.number("stability_threshold")
+        expected = cells.THRESHOLD / cells.LEARNING_RATE
+        assert (threshold["value"], threshold["unit"]) == (expected, "1/η")
+        assert entry.value("learning_rate") == cells.LEARNING_RATE
     found = entry.arrays["gradient_cosines"]
     expected = [c for end, n in wanted.items() for c in ends[end][1][:n]]
     np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=turn)
