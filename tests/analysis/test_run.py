@@ -151,8 +151,9 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
     assert runs.run(tmp_path) == 0
     assert numbers_of(tmp_path) == numbers_of(finished_run)
     # Three for the self-check; the ninth step, the first eight being saved; three
-    # residuals. The directions were finished before.
-    assert len(products) == 3 + 1 + 3
+    # residuals; four that the trace's stacked products are compared with. The directions
+    # were finished before.
+    assert len(products) == 3 + 1 + 3 + 4
     assert not (tmp_path / "unfinished").exists()
 
 
