@@ -9,6 +9,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import scipy.stats
 from etils import epath
 
 from t5x_fwdloss.analysis import vector_store
@@ -249,18 +250,13 @@ def check_signs(entry, quadratures):
     """The parts of the spectrum below zero, and at zero up to rounding."""
     scale = max(np.abs(nodes).max() for nodes, _ in quadratures)
     level = 10 * EPS * np.sqrt(cells.NUM_STEPS) * scale
-    ranges = {
-        "part_below_zero": (-np.inf, 0.0),
-        "negative_fraction": (-np.inf, -level),
-        "zero_fraction": (-level, level),
-    }
-    found = [name for name in ranges if name in entry.found["numbers"]]
-    assert found
-    for name in found:
-        low, high = ranges[name]
+    assert entry.value("zero_level") == pytest.approx(level, rel=1e-3)
+    ranges = {"negative_fraction": (-np.inf, -level), "zero_fraction": (-level, level)}
+    for name, (low, high) in ranges.items():
         parts = np.array([w[(x >= low) & (x <= high)].sum() for x, w in quadratures])
         # Of nodes as small as rounding in float32 the sign is not known.
-        unsure = max(w[np.abs(x) <= 10 * level].sum() for x, w in quadratures) + 1e-3
+        near = lambda x: (np.abs(x) > level / 10) & (np.abs(x) < 10 * level)
+        unsure = max(w[near(x)].sum() for x, w in quadratures) + 1e-3
         number = entry.number(name)
         assert number["value"] == pytest.approx(parts.mean(), abs=unsure)
         error = parts.std(ddof=1) / np.sqrt(len(parts))
@@ -349,6 +345,27 @@ def check_diagonal(entry, truth):
             assert number["value"] == pytest.approx(mean[chosen][place], abs=tolerance)
             assert number["error"] == pytest.approx(error[chosen][place], abs=tolerance)
             assert number["unit"] == unit
+        check_diagonal_signs(entry, label, mean, error, chosen, tolerance)
+
+
+def check_diagonal_signs(entry, label, mean, error, chosen, tolerance):
+    """The parts of a layer's entries that are negative, zero, and neither for sure."""
+    count = cells.NUM_PROBES["diagonal"]
+    reach = scipy.stats.t.isf(1e-3, count - 1) * error[chosen]
+    x, level = mean[chosen], 10 * EPS * np.abs(mean).max()
+    negative, positive = x + reach < -level, x - reach > level
+    zero = np.abs(x) + reach <= level
+    unsure = np.mean(
+        (np.abs(np.abs(x) - reach) < 10 * tolerance)
+        | (np.abs(x) + reach < 10 * tolerance)
+    )
+    for sign, flags in (
+        ("negative", negative),
+        ("zero", zero),
+        ("undecided", ~(negative | positive | zero)),
+    ):
+        found = entry.value(f"{label}/{sign}_fraction")
+        assert found == pytest.approx(flags.mean(), abs=unsure + 1e-6)
 
 
 @pytest.mark.parametrize("name", names(cells.stacked("diagonal", "hessian")))
