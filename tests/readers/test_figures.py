@@ -109,8 +109,14 @@ def test_a_convergence_plot_draws_the_history(kept, name):
             np.testing.assert_array_equal(x, history[:, 0])
             expected = history[:, column]
             if axis is right:
+                expected = expected / entry.arrays["allowed"][i]
                 expected = np.where(expected > 0, expected, np.nan)
             np.testing.assert_array_equal(y, expected)
+    # What a pair's residual may be: the tolerance of its own size, or rounding.
+    wanted = cells.TOLERANCE * np.abs(entry.arrays["eigenvalues"])
+    largest = np.abs(entry.arrays["eigenvalues"]).max()
+    assert (entry.arrays["allowed"] >= 0.99 * wanted).all()
+    assert (entry.arrays["allowed"] <= 1.01 * wanted + 1e-4 * largest).all()
     # The last Ritz values are the eigenvalues reported.
     last = sorted(history[-1, 1::2])
     found = np.sort(entry.arrays["eigenvalues"])
