@@ -58,14 +58,14 @@ class TokenLoss:
             label_smoothing=self.label_smoothing,
             z_loss=self.z_loss,
         )
-        return product * self._weights(logits, batch)
+        return self._weighted(product, logits, batch)
 
     def fisher(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:
         r"""The product $w (\mathrm{diag}\, p - p p^T) u$: labels drawn from the model."""
         # Zero is a label in any vocabulary; without smoothing it does not matter which.
         labels = jnp.zeros(logits.shape[:-1], jnp.int32)
         product = losses.logit_hessian_product(logits, labels, tangent)
-        return product * self._weights(logits, batch)
+        return self._weighted(product, logits, batch)
 
     def least_scale(self, logits: jax.Array, batch: Batch) -> jax.Array:
         r"""The least $s = \sum_j t_j + 2 c \log Z$ of the tokens that count.
@@ -92,7 +92,7 @@ class TokenLoss:
             )
             return jnp.sum(loss)
 
-        return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
+        return self._weighted(jax.grad(total)(logits), logits, batch, root=True)
 
     def sampled_gradient(
         self, keys: jax.Array, logits: jax.Array, batch: Batch
@@ -106,7 +106,13 @@ class TokenLoss:
         """
         labels = jax.vmap(jax.random.categorical)(keys, logits)
         total = lambda z: jnp.sum(losses.token_cross_entropy(z, labels)[0])
-        return jax.grad(total)(logits) * jnp.sqrt(self._weights(logits, batch))
+        return self._weighted(jax.grad(total)(logits), logits, batch, root=True)
+
+    def _weighted(self, rows, logits, batch, *, root=False) -> jax.Array:
+        weights = self._weights(logits, batch)
+        factors = jnp.sqrt(weights) if root else weights
+        # A token of weight zero may hold no numbers: NaN times zero would be NaN.
+        return jnp.where(weights == 0, jnp.zeros_like(rows), rows * factors)
 
     def _weights(self, logits: jax.Array, batch: Batch) -> jax.Array:
         _, weights = losses.get_loss_normalizing_factor_and_weights(
