@@ -54,11 +54,14 @@ def assert_t5x_agrees(expected, actual, case, impl):
     gradient, expected_gradient = actual["gradient"], expected["gradient"]
     if impl != "custom_vjp":
         # T5X takes target rows for distributions; where they are not, ours is true.
-        rows = oracles.target_rows(
-            arrays["targets"].astype(np.int32),
-            gradient.shape[-1],
-            settings.get("label_smoothing", 0.0),
-        )
+        with jax.enable_x64(True):
+            rows = np.asarray(
+                oracles.target_rows(
+                    arrays["targets"].astype(np.int32),
+                    gradient.shape[-1],
+                    settings.get("label_smoothing", 0.0),
+                )
+            )
         is_distribution = np.abs(rows.sum(-1, keepdims=True) - 1) < 1e-6
         gradient = np.where(is_distribution, gradient, 0)
         expected_gradient = np.where(is_distribution, expected_gradient, 0)
