@@ -26,7 +26,7 @@ from t5x_fwdloss.losses.log_normalizer import (
     probabilities,
     shifted_log_sum,
 )
-from t5x_fwdloss.losses.targets import cleared, label_mask, on_and_off_values
+from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
 from t5x_fwdloss.losses.token_map import token_map
 
 
@@ -108,7 +108,7 @@ class _Terms:
     def __call__(self, residuals, linear):
         logits, labels = residuals
         del linear
-        logits = cleared(logits.astype(accumulation_dtype(logits.dtype)), labels)
+        logits = logits.astype(accumulation_dtype(logits.dtype))
         shift, log_sum = shifted_log_sum(logits)
         against = functools.partial(
             against_targets,
@@ -131,7 +131,6 @@ class _Tangents:
         logits, labels, log_sum, shift, mass = residuals
         (logits_dot,) = linear
         logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
-        logits = cleared(logits, labels)
         probs = probabilities(logits, shift, log_sum)
         log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
         against = against_targets(logits_dot, logits, labels, self.label_smoothing)

@@ -24,7 +24,7 @@ from t5x_fwdloss.losses.axis_types import have_axis_types
 from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.linear_pair import LinearPair
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
-from t5x_fwdloss.losses.targets import cleared, label_mask, on_and_off_values
+from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,6 @@ def head_terms(
 def _head_terms(hidden, head, labels, settings):
     def chunk(_, part):
         hidden, labels = part
-        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         terms = token_terms(logits, labels, settings.label_smoothing)
         return None, (*terms, jnp.argmax(logits, axis=-1).astype(jnp.int32))
@@ -94,7 +93,6 @@ def _tangent(residuals, linear, *, settings):
 
     def chunk(_, part):
         hidden, hidden_dot, log_sum, shift, mass, labels = part
-        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         logits_dot = head_logits(hidden_dot, head, settings)
         logits_dot += head_logits(hidden, head_dot, settings)
@@ -111,7 +109,6 @@ def _cotangent(residuals, linear, *, settings):
 
     def chunk(head_bar, part):
         hidden, log_sum, shift, mass, labels, cross_entropy_bar, log_sum_bar = part
-        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         probs = probabilities(logits, shift, log_sum)
         on_probs = mass * cross_entropy_bar + log_sum_bar

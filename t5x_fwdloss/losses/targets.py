@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 
 
@@ -74,27 +73,3 @@ def dense_targets(
     dtype = accumulation_dtype(dtype)
     mask = label_mask(labels, vocab_size)
     return jnp.where(mask, jnp.asarray(on_value, dtype), jnp.asarray(off_value, dtype))
-
-
-def with_void(
-    labels: Integer[Array, "*batch"], is_void: Bool[Array, "*batch"] | None
-) -> Integer[Array, "*batch"]:
-    """The labels, with the largest number of their type for void tokens.
-
-    So that what is computed token by token knows them without a further array.
-    """
-    if is_void is None:
-        return labels
-    return jnp.where(is_void, jnp.asarray(_void_label(labels), labels.dtype), labels)
-
-
-def cleared(
-    rows: Float[Array, "*batch width"], labels: Integer[Array, "*batch"]
-) -> Float[Array, "*batch width"]:
-    """Logits or hidden states with zeros for the tokens that `with_void` has marked."""
-    is_void = laid_out_like((labels == _void_label(labels))[..., None], rows)
-    return jnp.where(is_void, jnp.zeros_like(rows), rows)
-
-
-def _void_label(labels):
-    return jnp.iinfo(labels.dtype).max

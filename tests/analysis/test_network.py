@@ -55,7 +55,7 @@ def context(objective, params, path):
 def test_every_self_check_passes(objective, params):
     assert preflight.has_forward_mode(objective, params, "this test")
     checks = preflight.check_objective(objective, params, jax.random.key(0))
-    assert len(checks) == 4
+    assert len(checks) == 5  # the model's own loss_fn among them
 
 
 def test_both_ends_of_the_spectrum_are_found(objective, params, dense, tmp_path):

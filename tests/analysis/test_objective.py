@@ -246,7 +246,7 @@ BAD = {
         lambda: Objective.from_model(
             toy.SoftmaxRegression(), toy.batches(4), precision="best"
         ),
-        "one of default, high, highest: got 'best'",
+        "one of 'default', 'high', 'highest': got 'best'",
     ),
     "constant": (lambda: objective(factor=-1.0), "the constant over all batches is -1"),
     "direction": (
@@ -267,5 +267,8 @@ def test_all_weights_zero_is_refused():
     for batch in empty:
         batch["decoder_loss_weights"] *= 0
     model = toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS")
-    with pytest.raises(ValueError, match="number of real tokens over all batches is 0"):
+    with pytest.raises(
+        ValueError,
+        match="at least one token that counts: every one of the decoder_loss_weights",
+    ):
         Objective.from_model(model, empty)

@@ -17,6 +17,7 @@ from t5x_fwdloss.analysis import (
     LossComparison,
     Objective,
     lanczos_state,
+    settings,
 )
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.whole_spectrum_plots import spectral_samples
@@ -219,8 +220,8 @@ def test_chunked_candidates_are_compared_too(tmp_path):
         found.numbers[f"custom_jvp{end}/memory"].value for end in ("", ", chunks of 2")
     )
     assert whole != chunked
-    with pytest.raises(ValueError, match="chunk length must be None or a whole"):
-        LossComparison(chunk_lengths=(0,)).validate(context)
+    with pytest.raises(ValueError, match="chunk_lengths.* must be .* of at least 1"):
+        settings.check_fields(LossComparison(chunk_lengths=(0,)))
 
 
 def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypatch):
@@ -318,7 +319,7 @@ def test_times_and_memory_are_those_of_the_programs(context, monkeypatch):
 
 def test_a_comparison_needs_known_names_and_a_model(context):
     with pytest.raises(ValueError, match="fast"):
-        LossComparison(implementations=("fast",)).validate(context)
+        settings.check_fields(LossComparison(implementations=("fast",)))
     context.objective = copy.copy(context.objective)
     context.objective.model = None
     with pytest.raises(ValueError, match="was not made by Objective.from_model"):

@@ -212,7 +212,7 @@ def test_t5x_s_older_format_restores_and_its_shapes_are_read(tmp_path, how, capl
         str(tmp_path), mode="specific", dtype="float32", **settings
     )
     restorer = checkpoint.Restorer(initializer, partitioner, cfg, use_orbax)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="absl"):
         restored = restorer.restore()
     assert f"Restoring {path}" in caplog.messages
     assert (restored.step, restored.path) == (0, path)
