@@ -7,7 +7,7 @@ QUICKSTART_DIR ?= quickstart
 # The files that are checked: everything of ours, found by git, never listed by hand.
 SOURCES := t5x_fwdloss configs tests scripts typings setup.py
 
-.PHONY: help setup t5x quickstart test test-t5x-own lint format bench clean
+.PHONY: help setup t5x quickstart test test-t5x-own test-bucket lint format bench clean
 
 help:
 	@echo "setup       make $(VENV) from constraints.txt (nothing to do when up to date)"
@@ -15,6 +15,7 @@ help:
 	@echo "quickstart  train a tiny T5 on spelling to phonemes, and analyze its checkpoint"
 	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
 	@echo "test-t5x-own T5X's own tests with our losses and models in their place"
+	@echo "test-bucket a run with everything in a bucket, against a store in memory"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
 	@echo "bench       measure again what README.md's tables say, and write them: an hour or two"
@@ -56,6 +57,10 @@ test-t5x-own: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[t5x-own-tests]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps t5==0.9.4
 	$(BIN)/python -m pytest -n 2 --override-ini='addopts=--strict-markers --strict-config' tests/t5x_own
+
+# Minutes long: TensorFlow's and TensorStore's own clients against a store in memory.
+test-bucket: setup
+	$(BIN)/python -m pytest -m bucket tests/standalone/test_bucket.py
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

@@ -1,0 +1,79 @@
+"""Checkpoint, saved state, results, vectors and events in a bucket, by real clients.
+
+TensorFlow's and TensorStore's clients for Google Cloud Storage, the ones that a user has
+on a TPU, speak to a store in memory.
+"""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import gcs
+import numpy as np
+import pytest
+
+PROGRAM = (sys.executable, "-m", "tests.standalone.in_bucket")
+pytestmark = [
+    pytest.mark.bucket,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        shutil.which("openssl") is None, reason="openssl makes the certificate"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def ended(repository, tmp_path_factory):
+    """The store after the run, what the run printed, and its two local folders."""
+    folder = tmp_path_factory.mktemp("bucket")
+    here, local = folder / "here", folder / "local"
+    here.mkdir()
+    with gcs.running(folder) as running:
+        done = subprocess.run(
+            [*PROGRAM, "gs://bucket/run", str(local)],
+            cwd=here,
+            env=os.environ | running.environment | {"PYTHONPATH": str(repository)},
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return running.store, done, here, local
+
+
+def test_a_run_in_a_bucket_is_stopped_resumed_and_finished(ended):
+    store, done, here, _ = ended
+    assert json.loads(done.stdout.splitlines()[-1]) == [143, 0, 0, 0]
+    assert "nothing measured" in done.stdout
+    assert list(here.iterdir()) == []
+    names = {name.removeprefix("bucket/run/") for name in store.objects}
+    assert {
+        "analysis/results.json",
+        "analysis/report.html",
+        "analysis/config.gin",
+        "analysis/hessian_eigenpairs.npz",
+        "analysis/hessian_eigenpairs_vectors/vector_0/manifest.ocdbt",
+    } <= names
+    assert any(name.startswith("analysis/events.out.tfevents") for name in names)
+    # No object, not even one that stands for an empty folder, is left of what was saved.
+    assert not [n for n in names if "unfinished/" in n or n.endswith(".part")]
+
+
+def test_what_was_saved_half_way_was_in_the_bucket(ended):
+    assert any("unfinished/hessian_eigenpairs.state/" in n for n in ended[0].history)
+
+
+def test_the_numbers_are_those_of_a_run_on_the_local_disk(ended):
+    store, _, _, local = ended
+    for path in local.glob("*.npz"):
+        content = store.objects[f"bucket/run/analysis/{path.name}"][1]
+        there, here = np.load(io.BytesIO(content)), np.load(path)
+        assert there.files == here.files
+        for name in here.files:
+            np.testing.assert_array_equal(there[name], here[name])
+    document = json.loads(store.objects["bucket/run/analysis/results.json"][1])
+    assert document["checkpoint"] == "gs://bucket/run/model/checkpoint_2"
