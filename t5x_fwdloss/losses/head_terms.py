@@ -18,6 +18,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Integer
 
 from t5x_fwdloss.losses.axis_types import have_axis_types
@@ -70,42 +71,50 @@ def _head_terms(hidden, head, labels, settings):
     return list(_over_chunks(chunk, None, (hidden, labels), head, settings)[1])
 
 
-@_head_terms.defjvp
+# A zero tangent is left out, and not made of zeros: a frozen head, or a frozen decoder,
+# costs nothing, and XLA's CPU compiler makes garbage of a product with a constant matrix
+# that it fuses (`docs/upstream/xla_cpu_ynn_fusion.md`).
+@functools.partial(_head_terms.defjvp, symbolic_zeros=True)
 def _head_terms_jvp(settings, primals, tangents):
     hidden, head, labels = primals
-    hidden_dot, head_dot, _ = tangents
     terms = _head_terms(hidden, head, labels, settings)
     _, log_sum, shift, mass, classes = terms
+    moves = tuple(not isinstance(dot, SymbolicZero) for dot in tangents[:2])
     cross_entropy_dot, log_sum_dot = _TANGENT(
         (hidden, head, log_sum, shift, mass, labels),
-        (hidden_dot, head_dot),
+        [dot for dot, moving in zip(tangents, moves) if moving],
         settings=settings,
+        moves=moves,
     )
     zero = jnp.zeros_like(shift)
     no_tangent = jax.custom_derivatives.zero_from_primal(classes)
     return terms, [cross_entropy_dot, log_sum_dot, zero, zero, no_tangent]
 
 
-def _tangent(residuals, linear, *, settings):
-    """C_dot and l_dot from h_dot and W_dot."""
+def _tangent(residuals, linear, *, settings, moves):
+    """C_dot and l_dot from h_dot and W_dot, of which `moves` says which are not zero."""
     hidden, head, log_sum, shift, mass, labels = residuals
-    hidden_dot, head_dot = linear
+    hidden_moves, head_moves = moves
 
     def chunk(_, part):
-        hidden, hidden_dot, log_sum, shift, mass, labels = part
+        hidden, log_sum, shift, mass, labels, *hidden_dot = part
         logits = head_logits(hidden, head, settings)
-        logits_dot = head_logits(hidden_dot, head, settings)
-        logits_dot += head_logits(hidden, head_dot, settings)
+        logits_dot = [head_logits(dot, head, settings) for dot in hidden_dot]
+        if head_moves:
+            logits_dot.append(head_logits(hidden, linear[-1], settings))
         residuals = [logits, labels, log_sum, shift, mass]
-        return None, token_tangents(residuals, logits_dot, settings.label_smoothing)
+        return None, token_tangents(
+            residuals, sum(logits_dot), settings.label_smoothing
+        )
 
-    parts = (hidden, hidden_dot, log_sum, shift, mass, labels)
+    parts = (hidden, log_sum, shift, mass, labels, *linear[:hidden_moves])
     return _over_chunks(chunk, None, parts, head, settings)[1]
 
 
-def _cotangent(residuals, linear, *, settings):
+def _cotangent(residuals, linear, *, settings, moves):
     """h_bar and W_bar from C_bar and l_bar: the transpose of `_tangent`."""
     hidden, head, log_sum, shift, mass, labels = residuals
+    hidden_moves, head_moves = moves
 
     def chunk(head_bar, part):
         hidden, log_sum, shift, mass, labels, cross_entropy_bar, log_sum_bar = part
@@ -115,14 +124,19 @@ def _cotangent(residuals, linear, *, settings):
         logits_bar = on_probs[..., None] * probs - cross_entropy_bar[
             ..., None
         ] * _target_rows(logits, labels, settings.label_smoothing)
-        hidden_bar = _hidden_bar(logits_bar, head, settings)
-        head_bar = _add_head_bar(head_bar, hidden, logits_bar, settings)
-        return head_bar, hidden_bar.astype(hidden.dtype)
+        hidden_bars = []
+        if hidden_moves:
+            hidden_bar = _hidden_bar(logits_bar, head, settings)
+            hidden_bars.append(hidden_bar.astype(hidden.dtype))
+        if head_moves:
+            head_bar = _add_head_bar(head_bar, hidden, logits_bar, settings)
+        return head_bar, hidden_bars
 
     parts = (hidden, log_sum, shift, mass, labels, *linear)
-    zeros = jnp.zeros(head.shape, accumulation_dtype(head.dtype))
-    head_bar, hidden_bar = _over_chunks(chunk, zeros, parts, head, settings)
-    return [hidden_bar, head_bar.astype(head.dtype)]
+    dtype = accumulation_dtype(head.dtype)
+    zeros = jnp.zeros(head.shape, dtype) if head_moves else None
+    head_bar, hidden_bars = _over_chunks(chunk, zeros, parts, head, settings)
+    return [*hidden_bars, *([head_bar.astype(head.dtype)] if head_moves else [])]
 
 
 _TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)

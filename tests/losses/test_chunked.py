@@ -172,3 +172,39 @@ def test_a_sharded_vocabulary_is_not_gathered(impl, tied):
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+# Vocabulary and lengths at which XLA's CPU compiler fuses a chunk into one kernel.
+@pytest.mark.parametrize("moving", ["hidden", "head", "both"])
+@pytest.mark.parametrize("chunk_length", [7, 20])
+@pytest.mark.parametrize("impl", ["autodiff", "custom_jvp"])
+def test_second_derivatives_where_the_other_argument_is_held(
+    impl, chunk_length, moving
+):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    hidden, head = normal(2, 20, 4), normal(4, 384)
+    targets = jnp.asarray(rng.integers(0, 384, (2, 20)))
+    args = {"hidden": (hidden,), "head": (head,), "both": (hidden, head)}[moving]
+    along = tuple(map(jnp.cos, args))
+
+    def filled(args):
+        held = {"hidden": (hidden, head)[1:], "head": (hidden,), "both": ()}[moving]
+        return (*held, *args) if moving == "head" else (*args, *held)
+
+    def chunked(*args):
+        return chunked_weighted_cross_entropy(
+            *filled(args), targets, chunk_length=chunk_length, impl=impl
+        ).loss
+
+    def whole(*args):
+        hidden, head = filled(args)
+        return compute_weighted_cross_entropy(hidden @ head, targets, impl=impl)[0]
+
+    def derivatives(loss):
+        gradient = jax.grad(loss, argnums=tuple(range(len(args))))
+        return jax.jit(lambda *both: jax.jvp(gradient, *both))(args, along)
+
+    found, expected = derivatives(chunked), derivatives(whole)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        laws.assert_close(x, y, laws.scale_of(y), jnp.float32)
