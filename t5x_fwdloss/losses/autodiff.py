@@ -17,7 +17,8 @@ def cross_entropy(
     $L = -\sum_j t_j (z_j - \log Z) + c\,(\log Z)^2$ and $c\,(\log Z)^2$, with $c$ the
     coefficient `z_loss`; float32 whatever the dtype of the logits (float64 for float64).
     Derivatives with respect to logits, targets and coefficient are the formula's own,
-    whether or not the targets sum to one. Classes at -inf give NaN.
+    whether or not the targets sum to one. Classes at -inf give NaN; a weighted loss
+    leaves such tokens out where their weight is zero.
 
     Args:
         logits: unnormalized log-probabilities; any floating dtype.

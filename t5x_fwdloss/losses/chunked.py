@@ -20,8 +20,18 @@ from t5x_fwdloss.losses.head_terms import (
 )
 from t5x_fwdloss.losses.implementations import check_loss_settings
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
-from t5x_fwdloss.losses.targets import class_indices, entropy_of_targets
-from t5x_fwdloss.losses.weighted import check_token_arrays, token_losses, weigh
+from t5x_fwdloss.losses.targets import (
+    class_indices,
+    entropy_of_targets,
+    with_void,
+)
+from t5x_fwdloss.losses.weighted import (
+    check_token_arrays,
+    token_losses,
+    void_tokens,
+    weigh,
+    without,
+)
 from t5x_fwdloss.losses.weighting import weight_sum_of
 
 
@@ -81,11 +91,13 @@ def chunked_weighted_cross_entropy(
         scale: a constant factor of the logits, a Python number.
     """
     check_loss_settings(impl, chunk_length, label_smoothing, z_loss)
+    is_void = void_tokens(hidden, weights, impl)
     loss, z_term, predictions = _token_losses(
         hidden,
         head,
         targets,
         weights,
+        is_void,
         label_smoothing,
         z_loss,
         chunk_length=chunk_length,
@@ -93,7 +105,7 @@ def chunked_weighted_cross_entropy(
         tied=tied,
         scale=scale,
     )
-    loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, impl)
+    loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, is_void)
     weight_sum = weight_sum_of(weights, targets.shape)
     return ChunkedLoss(jnp.sum(loss), jnp.sum(z_term), weight_sum, predictions)
 
@@ -122,11 +134,13 @@ def chunked_weighted_token_cross_entropy(
         scale: a constant factor of the logits, a Python number.
     """
     check_loss_settings(impl, chunk_length)
+    is_void = void_tokens(hidden, weights, impl)
     loss, z_term, _ = _token_losses(
         hidden,
         head,
         targets,
         weights,
+        is_void,
         0.0,
         0.0,
         chunk_length=chunk_length,
@@ -134,7 +148,7 @@ def chunked_weighted_token_cross_entropy(
         tied=tied,
         scale=scale,
     )
-    return weigh(loss, z_term, weights, None, impl)[0]
+    return weigh(loss, z_term, weights, None, is_void)[0]
 
 
 def _token_losses(
@@ -142,6 +156,7 @@ def _token_losses(
     head,
     targets,
     weights,
+    is_void,
     label_smoothing,
     z_loss,
     *,
@@ -167,8 +182,13 @@ def _token_losses(
     size = min(chunk_length, length)
     padding = -length % size
     # Padded positions are cut off again, token by token, before anything is summed.
+    labels = class_indices(targets)
+    if impl == "custom_jvp":
+        labels = with_void(labels, is_void)
+    else:
+        hidden = without(is_void, hidden)
     hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    labels = jnp.pad(class_indices(targets), ((0, 0), (0, padding)))
+    labels = jnp.pad(labels, ((0, 0), (0, padding)))
     # Else a head in bfloat16 would have its gradient summed over chunks in bfloat16, and
     # hidden states the several parts of theirs.
     head = head.astype(accumulation_dtype(head.dtype))

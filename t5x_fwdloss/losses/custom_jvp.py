@@ -18,7 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, ScalarLike, Shaped
+from jaxtyping import Array, Bool, Float, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import (
@@ -26,7 +26,12 @@ from t5x_fwdloss.losses.log_normalizer import (
     probabilities,
     shifted_log_sum,
 )
-from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
+from t5x_fwdloss.losses.targets import (
+    cleared,
+    label_mask,
+    on_and_off_values,
+    with_void,
+)
 from t5x_fwdloss.losses.token_map import token_map
 
 
@@ -36,6 +41,7 @@ def token_cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: ScalarLike = 0.0,
+    is_void: Bool[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     r"""Loss and z-loss term of each token for integer labels; no target row is made.
 
@@ -55,7 +61,10 @@ def token_cross_entropy(
         label_smoothing: the mass $s$ moved off the label, a Python number in [0, 1).
         z_loss: the coefficient $c \ge 0$; may be traced, its derivative is
             $(\log Z)^2$.
+        is_void: tokens to take for logits that are all zero, whatever they hold, and to
+            leave out of every derivative; None for none.
     """
+    labels = with_void(labels, is_void)
     terms = token_terms(logits, labels, label_smoothing)
     return _loss_and_z_term(terms, z_loss)
 
@@ -108,7 +117,7 @@ class _Terms:
     def __call__(self, residuals, linear):
         logits, labels = residuals
         del linear
-        logits = logits.astype(accumulation_dtype(logits.dtype))
+        logits = cleared(logits.astype(accumulation_dtype(logits.dtype)), labels)
         shift, log_sum = shifted_log_sum(logits)
         against = functools.partial(
             against_targets,
@@ -131,6 +140,7 @@ class _Tangents:
         logits, labels, log_sum, shift, mass = residuals
         (logits_dot,) = linear
         logits, logits_dot = logits.astype(shift.dtype), logits_dot.astype(shift.dtype)
+        logits = cleared(logits, labels)
         probs = probabilities(logits, shift, log_sum)
         log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
         against = against_targets(logits_dot, logits, labels, self.label_smoothing)

@@ -25,7 +25,7 @@ from t5x_fwdloss.losses.axis_types import have_axis_types
 from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.linear_pair import LinearPair
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
-from t5x_fwdloss.losses.targets import label_mask, on_and_off_values
+from t5x_fwdloss.losses.targets import cleared, label_mask, on_and_off_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,7 @@ def head_terms(
 def _head_terms(hidden, head, labels, settings):
     def chunk(_, part):
         hidden, labels = part
+        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         terms = token_terms(logits, labels, settings.label_smoothing)
         return None, (*terms, jnp.argmax(logits, axis=-1).astype(jnp.int32))
@@ -82,7 +83,7 @@ def _head_terms_jvp(settings, primals, tangents):
     moves = tuple(not isinstance(dot, SymbolicZero) for dot in tangents[:2])
     cross_entropy_dot, log_sum_dot = _TANGENT(
         (hidden, head, log_sum, shift, mass, labels),
-        [dot for dot, moving in zip(tangents, moves) if moving],
+        [dot for dot in tangents[:2] if not isinstance(dot, SymbolicZero)],
         settings=settings,
         moves=moves,
     )
@@ -98,6 +99,7 @@ def _tangent(residuals, linear, *, settings, moves):
 
     def chunk(_, part):
         hidden, log_sum, shift, mass, labels, *hidden_dot = part
+        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         logits_dot = [head_logits(dot, head, settings) for dot in hidden_dot]
         if head_moves:
@@ -116,8 +118,9 @@ def _cotangent(residuals, linear, *, settings, moves):
     hidden, head, log_sum, shift, mass, labels = residuals
     hidden_moves, head_moves = moves
 
-    def chunk(head_bar, part):
+    def chunk(head_bars, part):
         hidden, log_sum, shift, mass, labels, cross_entropy_bar, log_sum_bar = part
+        hidden = cleared(hidden, labels)
         logits = head_logits(hidden, head, settings)
         probs = probabilities(logits, shift, log_sum)
         on_probs = mass * cross_entropy_bar + log_sum_bar
@@ -128,15 +131,14 @@ def _cotangent(residuals, linear, *, settings, moves):
         if hidden_moves:
             hidden_bar = _hidden_bar(logits_bar, head, settings)
             hidden_bars.append(hidden_bar.astype(hidden.dtype))
-        if head_moves:
-            head_bar = _add_head_bar(head_bar, hidden, logits_bar, settings)
-        return head_bar, hidden_bars
+        add = lambda bar: _add_head_bar(bar, hidden, logits_bar, settings)
+        return list(map(add, head_bars)), hidden_bars
 
     parts = (hidden, log_sum, shift, mass, labels, *linear)
     dtype = accumulation_dtype(head.dtype)
-    zeros = jnp.zeros(head.shape, dtype) if head_moves else None
-    head_bar, hidden_bars = _over_chunks(chunk, zeros, parts, head, settings)
-    return [*hidden_bars, *([head_bar.astype(head.dtype)] if head_moves else [])]
+    zeros = [jnp.zeros(head.shape, dtype)] * head_moves
+    head_bars, hidden_bars = _over_chunks(chunk, zeros, parts, head, settings)
+    return [*hidden_bars, *(bar.astype(head.dtype) for bar in head_bars)]
 
 
 _TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.custom_jvp import token_terms
 from t5x_fwdloss.losses.log_normalizer import probabilities
+from t5x_fwdloss.losses.targets import with_void
 
 
 def logit_hessian_product(
@@ -31,6 +32,7 @@ def logit_hessian_product(
         label_smoothing: the mass moved off the label, in [0, 1).
         z_loss: the coefficient $c \ge 0$.
     """
+    labels = with_void(labels)
     _, log_sum, shift, mass = token_terms(logits, labels, label_smoothing)
     dtype = shift.dtype
     probs = probabilities(logits.astype(dtype), shift, log_sum)

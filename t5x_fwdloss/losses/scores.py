@@ -5,7 +5,12 @@ from jaxtyping import Array, Float, Shaped
 
 from t5x_fwdloss.losses.implementations import check_loss_settings
 from t5x_fwdloss.losses.targets import class_indices
-from t5x_fwdloss.losses.weighted import check_token_arrays, token_losses, weigh
+from t5x_fwdloss.losses.weighted import (
+    check_token_arrays,
+    token_losses,
+    void_tokens,
+    weigh,
+)
 
 
 def weighted_token_cross_entropy(
@@ -27,5 +32,7 @@ def weighted_token_cross_entropy(
     """
     check_loss_settings(impl)
     check_token_arrays(logits.shape[:-1], targets, weights)
-    loss, z_term = token_losses(logits, class_indices(targets), 0.0, 0.0, impl)
-    return weigh(loss, z_term, weights, None, impl)[0]
+    is_void = void_tokens(logits, weights, impl)
+    labels = class_indices(targets)
+    loss, z_term = token_losses(logits, labels, 0.0, 0.0, impl, is_void)
+    return weigh(loss, z_term, weights, None, is_void)[0]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
+from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 
 
@@ -73,3 +74,35 @@ def dense_targets(
     dtype = accumulation_dtype(dtype)
     mask = label_mask(labels, vocab_size)
     return jnp.where(mask, jnp.asarray(on_value, dtype), jnp.asarray(off_value, dtype))
+
+
+def with_void(
+    targets: Shaped[Array | np.ndarray, "*batch"],
+    is_void: Bool[Array, "*batch"] | None = None,
+) -> Integer[Array, "*batch"]:
+    """The `class_indices`, with the largest integer for void tokens and them alone.
+
+    So that what is computed token by token knows them without a further array.
+    """
+    labels = class_indices(targets)
+    labels = jnp.where(labels == _void_label(labels), _no_class(labels), labels)
+    if is_void is None:
+        return labels
+    return jnp.where(is_void, jnp.asarray(_void_label(labels), labels.dtype), labels)
+
+
+def cleared(
+    rows: Float[Array, "*batch width"], labels: Integer[Array, "*batch"]
+) -> Float[Array, "*batch width"]:
+    """Logits or hidden states with zeros for the tokens that `with_void` has marked."""
+    is_void = (labels == _void_label(labels))[..., None]
+    is_void = laid_out_like(jnp.broadcast_to(is_void, rows.shape), rows)
+    return jnp.where(is_void, jnp.zeros_like(rows), rows)
+
+
+def _void_label(labels):
+    return jnp.iinfo(labels.dtype).max
+
+
+def _no_class(labels):
+    return jnp.asarray(_void_label(labels) - 1, labels.dtype)

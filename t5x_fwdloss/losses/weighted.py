@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
+from jaxtyping import Array, Bool, Float, Integer, ScalarLike, Shaped
 
 from t5x_fwdloss.losses.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
@@ -33,8 +33,8 @@ def compute_weighted_cross_entropy(
     with $L_i$ the token's loss, z-loss included, $H$ the entropy of a smoothed target
     row, $c$ the coefficient `z_loss` and $N$ the normalizing factor (1 for None): T5X's
     function of the same name. With `impl="custom_vjp"` value and gradient are T5X's to
-    the last bit. The others leave out a token of weight zero whose loss is not finite
-    (its label masked with -inf, say), in the value and in every derivative.
+    the last bit. The others leave out a token of weight zero whose logits are not all
+    finite, in the value and in every derivative, where T5X's rule has NaN.
 
     Args:
         logits: `[batch, length, vocab]`, or any number of leading axes.
@@ -54,11 +54,39 @@ def compute_weighted_cross_entropy(
     """
     check_loss_settings(impl, label_smoothing=label_smoothing, z_loss=z_loss)
     check_token_arrays(logits.shape[:-1], targets, weights)
+    is_void = void_tokens(logits, weights, impl)
     loss, z_term = token_losses(
-        logits, class_indices(targets), label_smoothing, z_loss, impl
+        logits, class_indices(targets), label_smoothing, z_loss, impl, is_void
     )
-    loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, impl)
+    loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, is_void)
     return jnp.sum(loss), jnp.sum(z_term), weight_sum_of(weights, targets.shape)
+
+
+def void_tokens(
+    rows: Float[Array, "*batch width"],
+    weights: Shaped[Array | np.ndarray, "*batch"] | None,
+    impl: str,
+) -> Bool[Array, "*batch"] | None:
+    """Tokens of weight zero whose logits, or hidden states, are not all finite.
+
+    Zero times their derivatives would be NaN, so they must not be differentiated at all.
+    None where there are no weights, and for `custom_vjp`, which keeps T5X's NaN.
+    """
+    if weights is None or impl == "custom_vjp":
+        return None
+    # Both ends of a row, NaN among them: reductions that need no array of their own.
+    ends = (jnp.max(rows, axis=-1), jnp.min(rows, axis=-1))
+    is_number = jnp.isfinite(ends[0]) & jnp.isfinite(ends[1])
+    return (jnp.asarray(weights) == jnp.zeros((), weights.dtype)) & ~is_number
+
+
+def without(
+    is_void: Bool[Array, "*batch"] | None, rows: Float[Array, "*batch width"]
+) -> Float[Array, "*batch width"]:
+    """The rows, with zeros for void tokens."""
+    if is_void is None:
+        return rows
+    return jnp.where(is_void[..., None], jnp.zeros_like(rows), rows)
 
 
 def token_losses(
@@ -67,14 +95,23 @@ def token_losses(
     label_smoothing: float,
     z_loss: ScalarLike,
     impl: str,
+    is_void: Bool[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """Loss of each token, less the entropy of its target row, and its z-loss term."""
+    """Loss of each token, less the entropy of its target row, and its z-loss term.
+
+    Void tokens get those of logits that are all zero.
+    """
     logits, labels = vary_alike(logits, labels)
     if impl == "custom_jvp":
         loss, z_term = token_cross_entropy(
-            logits, labels, label_smoothing=label_smoothing, z_loss=z_loss
+            logits,
+            labels,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            is_void=is_void,
         )
     else:
+        logits = without(is_void, logits)
         targets = dense_targets(labels, logits.shape[-1], label_smoothing, logits.dtype)
         targets = laid_out_like(targets, logits)
         loss, z_term = IMPLEMENTATIONS[impl](logits, targets, z_loss)
@@ -86,14 +123,13 @@ def weigh(
     z_term: Float[Array, "*batch"],
     weights: Shaped[Array | np.ndarray, "*batch"] | None,
     factor: ScalarLike | None,
-    impl: str,
+    is_void: Bool[Array, "*batch"] | None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """Both terms times the weights, over the factor."""
+    """Both terms times the weights, over the factor; zero for void tokens."""
     # Weights and factor come in many dtypes; T5X leaves their promotion to jax.
     with jax.numpy_dtype_promotion("standard"):
         if weights is not None:
-            if impl != "custom_vjp":  # T5X multiplies, and gets NaN
-                is_void = (weights == 0) & ~jnp.isfinite(loss)
+            if is_void is not None:
                 loss = jnp.where(is_void, 0.0, loss)
                 z_term = jnp.where(is_void, 0.0, z_term)
             loss, z_term = loss * weights, z_term * weights

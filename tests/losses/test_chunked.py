@@ -74,18 +74,25 @@ def test_scores_are_those_of_the_whole_logits(impl):
     laws.assert_close(scores, expected, laws.scale_of(expected), jnp.float32)
 
 
-def test_a_token_of_weight_zero_and_infinite_hidden_state_adds_nothing():
+@pytest.mark.parametrize("impl", ["autodiff", "custom_jvp"])
+@pytest.mark.parametrize("broken", [jnp.inf, -jnp.inf, jnp.nan])
+def test_a_token_of_weight_zero_without_numbers_adds_nothing(broken, impl):
     hidden, head, targets, weights = example()
     weights = weights.at[0, 1].set(0.0)
 
-    def loss(hidden):
+    def loss(hidden, head):
         return chunked_weighted_cross_entropy(
-            hidden, head, targets, weights, chunk_length=2, impl="custom_jvp"
+            hidden, head, targets, weights, chunk_length=2, impl=impl
         ).loss
 
-    np.testing.assert_array_equal(
-        loss(hidden.at[0, 1].set(jnp.inf)), loss(hidden.at[0, 1].set(0.0))
-    )
+    def derivatives(hidden):
+        push = lambda f: jax.jvp(f, (hidden, head), (example()[0], head))
+        return push(loss), push(jax.grad(loss, argnums=(0, 1)))
+
+    derivatives = jax.jit(derivatives)
+    expected = derivatives(hidden.at[0, 1].set(0.0))
+    found = derivatives(hidden.at[0, 1, 0].set(broken))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

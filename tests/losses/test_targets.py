@@ -81,7 +81,8 @@ NO_CLASSES = {
     "int16": [-1, VOCAB],
     "uint16": [VOCAB, 65535],
     "uint32": [VOCAB, 2**32 - 1],
-    "int64": [-1, 2**32, 2**32 + 3],
+    "int32": [-1, VOCAB, 2**31 - 1, -(2**31)],
+    "int64": [-1, 2**63 - 1, 2**32, 2**32 + 3],
     "float32": [-1.0, 0.5, 1e10, np.nan, np.inf, -np.inf, VOCAB],
     "float64": [2.0**32 + 3, 3 + 1e-9, -0.5],
 }
@@ -92,6 +93,17 @@ def test_a_label_that_is_no_class_has_an_empty_row(dtype):
     labels = jnp.asarray(np.array(NO_CLASSES[dtype]), dtype)
     rows = dense_targets(labels, VOCAB, 0.0, jnp.float64)
     np.testing.assert_array_equal(rows, np.zeros_like(rows))
+    logits = subjects.draw_logits(jax.random.key(1), vocab_size=VOCAB)[0, :1]
+    logits = jnp.broadcast_to(logits, (len(labels), VOCAB))
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    for impl in losses.IMPLEMENTATIONS:
+        # Traced: where they can be seen, labels that are not whole are refused.
+        loss = jax.jit(
+            lambda labels, impl=impl: losses.compute_weighted_cross_entropy(
+                logits, labels, z_loss=0.01, impl=impl
+            )[0]
+        )(labels)
+        np.testing.assert_allclose(loss, 0.01 * jnp.sum(log_z**2), rtol=1e-12)
 
 
 def test_indices_are_widened_where_a_vocabulary_may_be_larger():

@@ -44,6 +44,35 @@ def test_weights_may_have_any_dtype(impl, kind):
     assert weight_sum == 4
 
 
+BROKEN = {
+    "nan": lambda row: jnp.full_like(row, jnp.nan),
+    "one nan": lambda row: row.at[1].set(jnp.nan),
+    "one inf": lambda row: row.at[1].set(jnp.inf),
+    "nothing but -inf": lambda row: jnp.full_like(row, -jnp.inf),
+    "a class at -inf": lambda row: row.at[1].set(-jnp.inf),
+}
+
+
+@pytest.mark.parametrize("impl", ["autodiff", "custom_jvp"])
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN.keys())
+def test_a_token_of_weight_zero_without_numbers_adds_nothing(broken, impl):
+    logits = LOGITS.at[0, 2].set(broken(LOGITS[0, 2]))
+    assert WEIGHTS[0, 2] == 0
+
+    def loss(logits):
+        return compute_weighted_cross_entropy(
+            logits, TARGETS, WEIGHTS, 0.1, 0.01, impl=impl
+        )[0]
+
+    def derivatives(logits):
+        push = lambda f: jax.jvp(f, (logits,), (LOGITS,))
+        return push(loss), push(jax.grad(loss))
+
+    derivatives = jax.jit(derivatives)
+    expected = derivatives(LOGITS.at[0, 2].set(0.0))
+    jax.tree.map(np.testing.assert_array_equal, derivatives(logits), expected)
+
+
 def masked_label():
     """A token of weight zero whose label is masked, and one whose classes all are."""
     logits = LOGITS.at[0, 2, TARGETS[0, 2]].set(-jnp.inf).at[1, 0].set(-jnp.inf)
