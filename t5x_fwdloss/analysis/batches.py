@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -90,32 +90,23 @@ def on_device(batch: Batch) -> dict[str, Any]:
     return {name: jnp.asarray(x) for name, x in batch.items()}
 
 
-def num_tokens(batches: Sequence[Batch]) -> int:
-    """The number of target tokens whose loss counts (nonzero weight, else no padding)."""
-    return sum(int(np.count_nonzero(_whole(_counted(batch)))) for batch in batches)
+def counted(batch: Batch) -> Any:
+    """Which target tokens count: those of nonzero weight, else all but padding."""
+    weights = batch.get("decoder_loss_weights")
+    found = batch.get("decoder_target_tokens", 0) if weights is None else weights
+    return jnp.asarray(found) != 0
 
 
-def check_counted(batches: Sequence[Batch]) -> None:
-    """Pass if the loss weights leave at least one token to count.
-
-    Raises:
-        ValueError: every weight is zero.
-    """
-    weighted = "decoder_loss_weights" in batches[0]
-    if weighted and not num_tokens(batches):
-        raise ValueError(
-            "The loss must have at least one token that counts: every one of the "
-            f"decoder_loss_weights of the {len(batches)} batches is zero."
-        )
+def num_tokens(masks: Iterable[Any]) -> int:
+    """The number of tokens that count, by their masks batch by batch."""
+    return sum(int(np.count_nonzero(_whole(mask))) for mask in masks)
 
 
 @functools.partial(jax.jit, static_argnames="num_classes")
-def num_labels_outside(batch: Batch, num_classes: int) -> jax.Array:
-    """The number of counted labels below zero or from `num_classes` on."""
+def num_labels_outside(batch: Batch, mask: Any, num_classes: int) -> jax.Array:
+    """The number of labels that count, below zero or from `num_classes` on."""
     labels = jnp.asarray(batch["decoder_target_tokens"]).astype(jnp.int32)
-    outside = (labels < 0) | (labels >= num_classes)
-    weights = batch.get("decoder_loss_weights")
-    return jnp.sum(outside if weights is None else outside & (weights != 0))
+    return jnp.sum(((labels < 0) | (labels >= num_classes)) & mask)
 
 
 def digest(batches: Sequence[Batch]) -> str:
@@ -127,11 +118,6 @@ def digest(batches: Sequence[Batch]) -> str:
             total.update(f"{name}|{x.shape}|{x.dtype}|".encode())
             total.update(x.tobytes())
     return total.hexdigest()
-
-
-def _counted(batch: Batch):
-    weights = batch.get("decoder_loss_weights")
-    return weights if weights is not None else batch.get("decoder_target_tokens", 0)
 
 
 def _whole(x) -> np.ndarray:

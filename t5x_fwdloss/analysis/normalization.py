@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from t5x_fwdloss import losses
+from t5x_fwdloss.analysis import batches as batches_lib
 
 KINDS = {
     "NUM_REAL_TARGET_TOKENS": "real_tokens",
@@ -82,6 +84,39 @@ def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Norma
 @functools.partial(jax.jit, static_argnames="factor")
 def _normalizer(batch, factor):
     return losses.get_loss_normalizing_factor_and_weights(factor, batch)[0]
+
+
+@functools.partial(jax.jit, static_argnames="factor")
+def counted(batch: Mapping[str, Any], factor: Any) -> jax.Array:
+    """Which target tokens the loss counts: those that it gives a weight other than zero.
+
+    Without weights in the batch those are all tokens where the factor is None or a
+    number, and all but padding where it is a special one, as in T5X.
+
+    Args:
+        batch: the model's features.
+        factor: as of `total_normalizer`.
+    """
+    weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)[1]
+    if weights is None:
+        return jnp.ones(batch["decoder_target_tokens"].shape, bool)
+    return jnp.asarray(weights) != 0
+
+
+def check_counted(masks: Sequence[Any]) -> None:
+    """Pass if at least one token counts.
+
+    Args:
+        masks: those of `counted`, batch by batch.
+
+    Raises:
+        ValueError: none does.
+    """
+    if not batches_lib.num_tokens(masks):
+        raise ValueError(
+            "The loss must have at least one token that counts: every one of the loss "
+            f"weights of the {len(masks)} batches is zero."
+        )
 
 
 def _positive(total: float, what: str) -> float:

@@ -11,6 +11,7 @@ on the host in float64.
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import batches as batches_lib
-from t5x_fwdloss.analysis import forward_mode, matrices, parameters
+from t5x_fwdloss.analysis import forward_mode, matrices, normalization, parameters
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.finite import by_batch, check_finite
 from t5x_fwdloss.analysis.linear_product import LinearProduct
@@ -66,6 +67,7 @@ class Objective:
         dropout_seed: int | None = None,
         precision: str = "highest",
         settings: Mapping[str, Any] | None = None,
+        counted: Callable[[Any], Any] = batches_lib.counted,
     ):
         """An objective from functions of one batch.
 
@@ -83,6 +85,7 @@ class Objective:
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
             settings: what to record about the loss.
+            counted: a batch to the mask of target tokens that the loss counts.
 
         Raises:
             ValueError: no batch, batches that differ, microbatches that do not divide
@@ -99,7 +102,7 @@ class Objective:
                 f"dropout_seed={dropout_seed}; lower the batch size instead."
             )
         found = batches_lib.checked(batches)
-        self.num_tokens = batches_lib.num_tokens(found)
+        self.num_tokens = batches_lib.num_tokens(map(counted, found))
         self.batches_hash = batches_lib.digest(found)
         pieces = batches_lib.split(found, num_microbatches)
         self.batches = [batches_lib.on_device(batch) for batch in pieces]
@@ -110,6 +113,7 @@ class Objective:
         self.model: Any = None
         self._numerator = numerator
         self._outputs = outputs
+        self._counted = counted
         self._activation_dtype: str | None = None
         self._linear_maps = matrices.linear_maps(
             self.batch_loss,
@@ -157,7 +161,8 @@ class Objective:
         token_loss = TokenLoss.of_model(model)
         factor = token_loss.loss_normalizing_factor
         found = batches_lib.checked(batches)
-        batches_lib.check_counted(found)
+        counted = functools.partial(normalization.counted, factor=factor)
+        normalization.check_counted(list(map(counted, found)))
         objective = cls(
             lambda params, batch, key: model.loss_sum(params, batch, key)[0],
             found,
@@ -167,6 +172,7 @@ class Objective:
             token_loss=token_loss,
             dropout_seed=dropout_seed,
             precision=precision,
+            counted=counted,
             settings={
                 "loss_impl": getattr(model, "_loss_impl", "unknown"),
                 "loss_chunk_length": getattr(model, "_loss_chunk_length", None),
@@ -222,7 +228,9 @@ class Objective:
         key, batch = self._keys[0], self.batches[0]
         logits = jax.eval_shape(self._outputs, params, batch, key)
         counts = [
-            batches_lib.num_labels_outside(batch, logits.shape[-1])
+            batches_lib.num_labels_outside(
+                batch, self._counted(batch), logits.shape[-1]
+            )
             for batch in self.batches
         ]
         return sum(int(count) for count in jax.device_get(counts))

@@ -269,6 +269,6 @@ def test_all_weights_zero_is_refused():
     model = toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS")
     with pytest.raises(
         ValueError,
-        match="at least one token that counts: every one of the decoder_loss_weights",
+        match="at least one token that counts: every one of the loss weights",
     ):
         Objective.from_model(model, empty)

@@ -53,6 +53,70 @@ def test_data_without_a_token_that_counts_are_refused(factor):
         runs.objective(batches, factor=factor)
 
 
+def without_weights():
+    batches = toy.batches(6)
+    for batch in batches:
+        del batch["decoder_loss_weights"]
+    return batches
+
+
+def with_weights_on_padding():
+    """A packed batch whose weights count what belongs to no segment, too."""
+    batches = toy.batches(6)
+    for batch in batches:
+        batch["decoder_segment_ids"] = batch["decoder_loss_weights"].astype(np.int32)
+        batch["decoder_positions"] = np.zeros_like(batch["decoder_segment_ids"])
+        batch["decoder_positions"][:] = np.arange(toy.LENGTH)
+        batch["decoder_loss_weights"] = np.ones_like(batch["decoder_loss_weights"])
+    return batches
+
+
+class Shifted(toy.SoftmaxRegression):
+    """Logits that can be moved token by token."""
+
+    def _compute_logits(self, params, batch, dropout_rng=None):
+        logits = super()._compute_logits(params, batch, dropout_rng)
+        return logits + params["shift"] if "shift" in params else logits
+
+
+def moved_by_logits(batch, factor):
+    """The number of tokens whose logits the loss depends on."""
+    model = Shifted(factor=factor)
+    shift = jnp.zeros((*batch["decoder_target_tokens"].shape, toy.CLASSES))
+    loss = lambda x: model.loss_sum(toy.parameters() | {"shift": x}, batch)[0]
+    return int((jnp.abs(jax.grad(loss)(shift)).max(-1) > 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("batches", "factor"),
+    [
+        (without_weights(), None),
+        (without_weights(), 3.0),
+        (without_weights(), "NUM_TOTAL_TARGET_TOKENS"),
+        (with_weights_on_padding(), "NUM_REAL_TARGET_TOKENS"),
+        (with_weights_on_padding(), "AVERAGE_PER_SEQUENCE"),
+    ],
+)
+def test_tokens_are_counted_as_the_loss_counts_them(
+    batches, factor, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(preflight, "check_objective", lambda *_, **__: [])
+    objective = runs.objective(batches, factor=factor)
+    assert runs.run(tmp_path, objective=objective, measurements=QUICK) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    counted = sum(moved_by_logits(batch, factor) for batch in batches)
+    assert document["num_tokens"] == counted
+    assert f"{counted:,} tokens that count" in (tmp_path / "report.html").read_text()
+
+
+def test_labels_of_padding_are_not_outside_of_the_vocabulary():
+    batches = without_weights()
+    batches[0]["decoder_target_tokens"][0, 0] = -1
+    for factor, count in (("NUM_REAL_TARGET_TOKENS", 0), (None, 1)):
+        objective = runs.objective(batches, factor=factor)
+        assert objective.num_labels_outside(toy.parameters()) == count
+
+
 def with_labels(dtype, *labels):
     """Batches in which the first tokens, which all count, have these labels."""
     batches = toy.batches(6)
