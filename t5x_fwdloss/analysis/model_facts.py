@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature import trees
@@ -26,13 +27,13 @@ def describe(model: Any, params: PyTree) -> dict[str, Any]:
 
     Args:
         model: the model of the objective; None where it was made from functions.
-        params: the parameters.
+        params: the parameters as they were given, not widened yet.
     """
     floats = jax.tree.leaves(trees.float_part(params))
     return {
         "class": "" if model is None else type(model).__name__,
         "sizes": _sizes(getattr(getattr(model, "module", None), "config", None)),
-        "parameter_dtypes": sorted({str(x.dtype) for x in floats}),
+        "parameter_dtypes": sorted({str(jnp.result_type(x)) for x in floats}),
     }
 
 

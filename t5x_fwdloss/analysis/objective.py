@@ -46,7 +46,8 @@ class Objective:
     result raises `NonFiniteLossError`, which names the batch and the parameter block.
 
     Attributes:
-        batches: the batches, on the device, all of one shape.
+        batches: the batches, or the microbatches they are cut into, on the device.
+        num_microbatches: into how many pieces each batch is cut.
         normalizer: W, its kind, its unit.
         num_tokens: target tokens whose loss counts.
         batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
@@ -106,6 +107,7 @@ class Objective:
         self.batches_hash = batches_lib.digest(found)
         pieces = batches_lib.split(found, num_microbatches)
         self.batches = [batches_lib.on_device(batch) for batch in pieces]
+        self.num_microbatches = num_microbatches
         self.normalizer = normalizer
         self.precision = precision
         self.dropout_seed = dropout_seed
@@ -257,7 +259,8 @@ class Objective:
     def batch_values(self, params: PyTree) -> np.ndarray:
         """Each batch's share $n_b / W$ of the objective, in order, float64."""
         found = self._scalars("the loss", self.batch_loss, params)
-        return np.asarray([float(x) for x in found], np.float64)
+        pieces = np.asarray([float(x) for x in found], np.float64)
+        return pieces.reshape(-1, self.num_microbatches).sum(axis=1)
 
     def value(self, params: PyTree) -> float:
         r"""The loss $L(\theta)$, summed over batches in float64."""

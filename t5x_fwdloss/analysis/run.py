@@ -157,7 +157,10 @@ def run_analysis(
         return _finished_before(folder, document, names)
     with preemption.listening(), folder.claimed(fingerprint):
         try:
-            return _run(folder, context, host, measurements, fingerprint, forward)
+            model = model_facts.describe(objective.model, params)
+            return _run(
+                folder, context, host, measurements, fingerprint, forward, model
+            )
         except preemption.Preempted:
             logging.error(
                 "Stopped by SIGTERM: what was measured is saved in %s; start the same "
@@ -167,7 +170,7 @@ def run_analysis(
             return preemption.STATUS
 
 
-def _run(folder, context, host, measurements, fingerprint, forward) -> int:
+def _run(folder, context, host, measurements, fingerprint, forward, model) -> int:
     start = time.monotonic()
     context.step()
     labels_outside = _num_labels_outside(context)
@@ -191,6 +194,7 @@ def _run(folder, context, host, measurements, fingerprint, forward) -> int:
     ]
     checks = checks + context.checks
     document = _document(context, host, outcomes, checks, fingerprint)
+    document["model"] = model
     document["num_labels_outside_vocabulary"] = labels_outside
     document["seconds"] = time.monotonic() - start
     return _finish(folder, document, outcomes, host)
@@ -284,9 +288,10 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
             "words": objective.normalizer.words,
         },
         "num_tokens": objective.num_tokens,
-        "num_batches": len(objective.batches),
+        "num_batches": len(objective.batches) // objective.num_microbatches,
         "batch_shapes": {
-            name: list(x.shape) for name, x in objective.batches[0].items()
+            name: [len(x) * objective.num_microbatches, *x.shape[1:]]
+            for name, x in objective.batches[0].items()
         },
         "batches_hash": objective.batches_hash,
         "dropout_seed": objective.dropout_seed,
@@ -294,7 +299,6 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
         "activation_dtype": fingerprint["activation_dtype"],
         "parameters_checksum": fingerprint["parameters"],
         "loss_value": fingerprint["loss_value"],
-        "model": model_facts.describe(objective.model, context.params),
         "optimizer": host.optimizer,
         "num_parameters": trees.dimension(context.params),
         "parameters_left_out": trees.left_out(context.params),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import Objective
+from t5x_fwdloss.analysis import Objective, batches
 from t5x_fwdloss.analysis.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.normalization import Normalizer
 
@@ -195,6 +195,12 @@ def test_the_hash_depends_on_every_byte_and_not_on_microbatches():
     changed[1]["features"][5, 4, 2] += 1e-6
     model = toy.SoftmaxRegression()
     assert Objective.from_model(model, changed).batches_hash != base.batches_hash
+
+
+def test_the_hash_depends_on_names_shapes_and_types():
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    others = [{"a": x}, {"b": x}, {"a": x.reshape(4, 2)}, {"a": x.view(np.int32)}]
+    assert len({batches.digest([batch]) for batch in others}) == len(others)
 
 
 def test_a_nan_is_blamed_on_its_batch_and_block():

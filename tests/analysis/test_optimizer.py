@@ -170,6 +170,42 @@ def test_what_is_not_trained_is_known():
     assert found.threshold == pytest.approx(38.0, rel=1e-5)
 
 
+def test_a_leaf_is_trained_where_any_of_it_is():
+    transform = optax.chain(
+        optax.adam(1e-3),
+        optax.stateless(
+            lambda g, _: {"x": g["x"] * jnp.array([0.0, 1.0]), "y": g["y"]}
+        ),
+    )
+    params = {"x": jnp.ones(2), "y": jnp.ones(2)}
+    found = optimizer.of_update(transform.update, transform.init(params), params)
+    assert found.trained == {"x": True, "y": True}
+    np.testing.assert_array_equal(found.diagonal["x"] > 0, [False, True])
+
+
+def test_two_momenta_have_no_threshold():
+    transform = optax.multi_transform(
+        {"slow": optax.sgd(0.1, momentum=0.9), "fast": optax.sgd(0.1, momentum=0.5)},
+        {"encoder": "slow", "decoder": "fast"},
+    )
+    state, params = after(transform, 3)
+    assert optimizer.of_update(transform.update, state, params).threshold is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "step", "expected"),
+    [
+        (optax.linear_schedule(1.0, 0.0, 100), 70, 0.3),
+        (optax.linear_schedule(1.0, 0.0, 100), None, 1.0),
+        (0.5, 70, 0.5),
+        (None, 70, None),
+    ],
+)
+def test_a_schedule_gives_the_learning_rate_at_the_step(rate, step, expected):
+    found = optimizer.at_step(rate, step)
+    assert found == (expected and pytest.approx(expected, rel=1e-6))
+
+
 def test_an_injected_learning_rate_is_read_from_the_state():
     transform = optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.02)
     state, params = after(transform, 3)
@@ -184,6 +220,28 @@ def test_an_update_that_ignores_small_gradients_is_refused():
         ValueError, match="must be a smooth function of small gradients"
     ):
         optimizer.of_update(optax.lion(1e-3).update, state, params)
+
+
+def test_an_update_with_an_infinite_derivative_is_refused():
+    transform = optax.stateless(lambda g, _: jax.tree.map(lambda x: x / 0.0, g))
+    params = {"x": jnp.ones(2)}
+    with pytest.raises(ValueError, match="the squares of its derivatives sum to "):
+        optimizer.of_update(transform.update, transform.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (optax.adamw(1e-3), "Adam"),
+        (optax.adafactor(1e-3, momentum=0.9), "Adafactor"),
+        (optax.rmsprop(1e-3, momentum=0.9), "RMSProp"),
+        (optax.adagrad(1e-3), "Adagrad"),
+        (optax.sgd(1e-3, momentum=0.9), "SGD with momentum"),
+        (optax.sgd(1e-3), "SGD"),
+    ],
+)
+def test_the_optimizer_is_named_by_its_state(transform, name):
+    assert optimizer.name_of(transform.init({"x": jnp.ones(2)})) == name
 
 
 @pytest.fixture

@@ -102,6 +102,26 @@ def test_a_rule_whose_hessian_is_not_symmetric_is_found_out():
         preflight.check_objective(broken, {"w": jnp.arange(1.0, 4.0)}, KEY)
 
 
+def test_a_product_that_is_not_zero_for_zero_is_found_out():
+    objective, params = runs.objective(), toy.parameters()
+
+    def affine(v):
+        if any(x.any() for x in jax.tree.leaves(v)):
+            return objective.hessian_product(params, v)
+        return jax.tree.map(jnp.ones_like, v)
+
+    with pytest.raises(PreflightError, match="'H.0 equals 0' failed: 4 and 0 must"):
+        preflight.check_objective(objective, params, KEY, product=affine)
+
+
+@pytest.mark.parametrize(("first", "passes"), [(1.5, True), (1.6, False)])
+def test_a_check_passes_within_its_tolerance_and_never_for_nan(first, passes):
+    assert preflight.Check("x", first, 1.0, 0.5, "").passed == passes
+    assert preflight.Check("x", 1.0, first, 0.5, "").passed == passes
+    for pair in ((np.nan, first), (first, np.nan), (np.nan, np.nan)):
+        assert not preflight.Check("x", *pair, 0.5, "").passed
+
+
 def test_a_rule_with_another_derivative_backwards_is_found_out(monkeypatch):
     objective = runs.objective()
     true = objective.jvp

@@ -185,6 +185,8 @@ def test_groups_whose_names_differ_in_a_sign_keep_their_numbers(tmp_path):
     }
     bias, kernel = toy.CLASSES, toy.CLASSES * toy.FEATURES
     assert sizes == {"a/b": bias, "a.b": kernel, "c.d": bias + kernel}
+    # Each parameter is in two of them.
+    assert "2 leaves are in none or in several, such as dense/b" in measured["notes"][0]
     with np.load(next(tmp_path.glob("*.npz"))) as arrays:
         assert {"a/b/samples", "a.b/samples", "c.d/samples"} <= set(arrays)
 

@@ -18,7 +18,14 @@ from t5x_fwdloss.analysis.numbers import (
     to_json,
 )
 from t5x_fwdloss.analysis.progress import Progress, stage
-from t5x_fwdloss.analysis.table import format_error, format_value, print_table
+from t5x_fwdloss.analysis.table import (
+    DASH,
+    format_error,
+    format_value,
+    print_table,
+)
+
+from . import toy
 
 
 class Page(html.parser.HTMLParser):
@@ -203,6 +210,104 @@ def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
             row = f"{name.replace('_', ' ')} {format_value(number)}"
             row += f" {format_error(number)}" if number.error is not None else ""
             assert row in short
+
+
+def rows_of(page, start, end):
+    """The rows of tables, without tags that are not rows' or cells'."""
+    part = page[page.index(start) :]
+    rows = re.findall(r"<tr>(.*?)</tr>", part[: part.index(end)], re.DOTALL)
+    return [" ".join(re.sub(r"<[^>]*>", " ", row).split()) for row in rows]
+
+
+def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    unit = "nat per θ²"
+    numbers = {
+        "good": Number(0.5, unit, 0.1, "residual"),
+        "bad": Number(2.0, unit, 0.25, "residual", converged=False),
+        "a/share": Number(3.0, unit, 0.5, "spread"),
+        "b/share": Number(4.0, unit, 0.75, "spread", converged=False),
+    }
+    result = MeasurementResult("open", "M", {}, numbers)
+    assert not result_to_json(result)["converged"]
+    good = {"good": numbers["good"], "a/share": numbers["a/share"]}
+    closed = MeasurementResult("closed", "M", {}, good)
+    assert result_to_json(closed)["converged"]
+    page = report.render(document, [result, closed])
+    assert "Not converged in part: open.<" in page
+    assert "All measurements converged.<" in report.render(document, [closed])
+    assert rows_of(page, "<h2>In short", "</section>")[1:] == [
+        f"Open good 0.5 ± 0.1 {unit}",
+        f"bad 2 ± 0.25 {unit} not converged",
+        f"Closed good 0.5 ± 0.1 {unit}",
+        f"a/share 3 ± 0.5 {unit}",
+    ]
+    assert rows_of(page, "<section id='measurement-open'", "</section>") == [
+        "Number Value Error Unit What the error is",
+        f"good 0.5 ± 0.1 {unit} residual",
+        f"bad 2 ± 0.25 {unit} residual not converged",
+        f"share {unit}",
+        "a 3 ± 0.5",
+        "b 4 ± 0.75 *",
+    ]
+
+
+def test_the_facts_are_those_of_the_results(page, finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+
+    def facts(page):
+        pairs = re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)
+        assert len(dict(pairs)) == len(pairs)
+        return {html.unescape(name): html.unescape(text) for name, text in pairs}
+
+    examples, length = 6, toy.LENGTH
+    weights = toy.examples()["decoder_loss_weights"]
+    tokens = int(weights.sum())
+    found, machine = facts(page), document["environment"]
+    wanted = {
+        "Checkpoint": "/models/toy/checkpoint_50",
+        "Step": "50",
+        "Data": f"toy: 2 batches of {examples} by {length} target positions, {tokens} "
+        "tokens that count",
+        "Batches' hash": document["batches_hash"][:16],
+        "Normalizer W": f"{tokens} (real tokens)",
+        "Model": "SoftmaxRegression",
+        "Parameters": f"{(toy.FEATURES + 1) * toy.CLASSES}, float32",
+        "Optimizer": DASH,
+        "Seed": "3",
+        "Activations": "float32",
+        "Matmul precision": "highest",
+        "Dropout": "off",
+        "Products, hessian": document["products"]["hessian"],
+        "Made": machine["time"],
+        "Processes": "1",
+        "Commit": machine["commit"] or DASH,
+        "Wall time": f"{document['seconds']:.1f} s",
+    }
+    assert {name: found.get(name) for name in wanted} == wanted
+    assert "loss_impl = custom_jvp, loss_chunk_length = None" in found["Loss"]
+    assert f"numpy {np.__version__}, " in found["Versions"]
+    assert found["Devices"].startswith(f"{machine['num_devices']} ")
+    other = document | {
+        "step": None,
+        "dropout_seed": 4,
+        "optimizer": "Adam",
+        "num_parameters": 12345678,
+        "parameters_left_out": ["step"],
+        "num_labels_outside_vocabulary": 1234,
+    }
+    other["environment"] = machine | {"mesh": {"data": 2}, "num_processes": 8}
+    found = facts(report.render(other, []))
+    assert found["Step"] == DASH
+    assert found["Data"].endswith(
+        "count, 1,234 of them labels outside of the vocabulary"
+    )
+    assert found["Dropout"] == "one fixed key per batch, seed 4"
+    assert found["Optimizer"] == "Adam"
+    assert found["Parameters"] == "12,345,678, float32"
+    assert found["Left out"] == "step"
+    assert found["Processes"] == "8"
+    assert found["Devices"].endswith(", mesh {'data': 2}")
 
 
 def test_every_measurement_is_in_the_contents(page, finished_run):

@@ -33,6 +33,8 @@ SIZES = dataclasses.replace(
     tiny_t5.SIZES, vocab_size=384, emb_dim=16, head_dim=8, mlp_dim=32
 )
 SEEDS = 20
+# Two of one label, if signs are exchanged for others.
+GROUPS = {"encoder": "encoder/.*", "a/b": "encoder/.*", "a.b": "decoder/.*"}
 FLAG = "--gin.network.T5Config.dtype=\"'float32'\""
 
 
@@ -48,7 +50,7 @@ def measurements():
         HessianEigenpairs(num_largest=3, num_smallest=1, max_steps=60),
         HessianTrace(**few, relative_error=1e-6),
         HessianSpectralDensity(num_probes=2, num_steps=8),
-        HessianGroupTraces(groups={"encoder": "encoder/.*"}, **few),
+        HessianGroupTraces(groups=GROUPS, **few),
         HessianDiagonal(**few),
     ]
 
@@ -122,6 +124,8 @@ ALSO = [
     ("hessian_group_traces", "frobenius_norm"),
     ("hessian_group_traces", "encoder/trace"),
     ("hessian_group_traces", "encoder/mean_eigenvalue"),
+    ("hessian_group_traces", "a/b/trace"),
+    ("hessian_group_traces", "a.b/trace"),
     ("hessian_diagonal", "trace"),
     ("hessian_diagonal", "token_embedder.embedding/largest"),
     ("hessian_diagonal", "token_embedder.embedding/smallest"),

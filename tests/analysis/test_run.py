@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
     HessianEigenpairs,
     HessianTrace,
+    Objective,
     PreflightError,
     files,
     lanczos_state,
@@ -65,7 +67,10 @@ def test_results_say_what_every_number_is(finished_run):
     assert document["normalizer"]["kind"] == "real_tokens"
     assert document["normalizer"]["W"] == document["num_tokens"]
     assert document["matmul_precision"] == "highest"
-    assert set(document["environment"]["versions"]) >= {"jax", "jaxlib", "flax"}
+    assert document["num_batches"] == 2
+    for name, module in (("jax", jax), ("numpy", np)):
+        assert document["environment"]["versions"][name] == module.__version__
+    assert set(document["environment"]["versions"]) >= {"jaxlib", "flax"}
     assert len(document["batches_hash"]) == 64
     for measurement in document["measurements"]:
         assert measurement["seconds"] > 0
@@ -75,6 +80,44 @@ def test_results_say_what_every_number_is(finished_run):
                 "exact"
             )
             assert number["converged"] in (True, False)
+
+
+def test_results_say_which_parameters_were_given(tmp_path):
+    params = toy.parameters()
+    params["dense"]["kernel"] = params["dense"]["kernel"].astype(jnp.bfloat16)
+    params["step"] = jnp.asarray(3)
+    listed = [HessianTrace(num_probes=2, block_size=1)]
+    assert runs.run(tmp_path, params=params, measurements=listed) == 0
+    document = strict_json(tmp_path)
+    assert document["parameters_left_out"] == ["step"]
+    assert document["num_parameters"] == (toy.FEATURES + 1) * toy.CLASSES
+    assert document["model"]["parameter_dtypes"] == ["bfloat16", "float32"]
+    page = (tmp_path / "report.html").read_text()
+    assert "16 parameters in bfloat16 and float32" in page
+    assert "<dt>Left out</dt><dd>step</dd>" in page
+
+
+def test_microbatches_change_nothing_that_is_reported(finished_run, tmp_path):
+    objective = Objective.from_model(
+        toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS"),
+        toy.batches(6),
+        num_microbatches=3,
+    )
+    assert runs.run(tmp_path, objective=objective) == 0
+    here, there = strict_json(tmp_path), strict_json(finished_run)
+    for name in ("num_batches", "batch_shapes", "batches_hash", "num_tokens"):
+        assert here[name] == there[name], name
+    for found, expected in zip(
+        here["measurements"], there["measurements"], strict=True
+    ):
+        for name, number in expected["numbers"].items():
+            value = found["numbers"][name]["value"]
+            assert value == pytest.approx(number["value"], rel=1e-3, abs=1e-5), name
+    losses = [
+        np.load(path / "directional_derivatives.npz")["batch_losses"]
+        for path in (tmp_path, finished_run)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def test_events_hold_every_number_at_the_training_step(finished_run):

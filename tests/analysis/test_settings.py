@@ -47,13 +47,18 @@ OTHERS = {
     "implementations": ["custom_jvp", ["custom_jpv"], [5], None, 5],
     "chunk_lengths": [8, "8", ["8"], [0], [8.5], [True], None],
 }
+OUT_OF_RANGE = {
+    "confidence": [0.0, 1.0, -0.5, 95],
+    "tolerance": [0.0, 1.0, -1e-3],
+    "relative_radius": [0.0, -0.1],
+}
 
 
 def wrong_values(field):
     if field.name in OTHERS:
         return OTHERS[field.name]
     by_type = {int: NOT_WHOLE, float: NOT_NUMBERS, bool: NOT_BOOLS, str: NOT_STRINGS}
-    return by_type[type(field.default)]
+    return by_type[type(field.default)] + OUT_OF_RANGE.get(field.name, [])
 
 
 def changed(measurement: Any, **values):
@@ -193,7 +198,7 @@ def test_a_run_refuses_what_is_no_list_of_measurements(case, tmp_path, monkeypat
     ("name", "value"),
     [
         *[("seed", x) for x in ("a", 1.5, None, True)],
-        *[("memory_budget", x) for x in ("1GB", 1.5, -1, True)],
+        *[("memory_budget", x) for x in ("1GB", 1.5, -1, True, 2**63)],
         *[("output_dir", x) for x in (None, 5, "", " ")],
     ],
 )

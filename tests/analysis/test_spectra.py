@@ -315,6 +315,12 @@ def test_times_and_memory_are_those_of_the_programs(context, monkeypatch):
     )
     size = value_and_gradient.memory_analysis().temp_size_in_bytes
     assert found["autodiff/memory"].value == size / 1024**2
+    jvp = comparison._jvp(
+        comparison._exchanged(context.objective, "autodiff", None), context.params
+    )
+    size_of_jvp = jvp.memory_analysis().temp_size_in_bytes
+    assert size_of_jvp != size
+    assert found["autodiff/jvp_memory"].value == size_of_jvp / 1024**2
 
 
 def test_a_comparison_needs_known_names_and_a_model(context):

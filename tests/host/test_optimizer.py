@@ -1,5 +1,8 @@
 """What T5X's optimizers multiply a gradient by, against their own updates."""
 
+import inspect
+import types
+
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -76,8 +79,9 @@ def really(optimizer, gradient, rate=1.0):
         ({}, 2.0),
         ({"beta1": 0.9, "multiply_by_parameter_scale": False}, 38.0),
         ({"weight_decay_rate": 1e-3, "clipping_threshold": None}, 2.0),
+        ({"beta1": 0.9, "dtype_momentum": jnp.bfloat16}, 38.0),
     ],
-    ids=["default", "momentum", "decay"],
+    ids=["default", "momentum", "decay", "narrow momentum"],
 )
 def test_adafactors_step_is_the_diagonal_times_a_small_gradient(
     settings, threshold, steps
@@ -144,3 +148,22 @@ def test_adam_of_optax_is_seen_through_t5xs_wrapper():
     assert found.optimizer == "Adam"
     assert found.learning_rate == pytest.approx(2e-3, rel=3e-5)
     assert found.threshold == pytest.approx(38.0, rel=1e-5)
+
+
+def test_a_schedule_is_asked_for_the_checkpoints_step(monkeypatch):
+    from t5x_fwdloss.host import optimizer as host
+
+    class Restorer:
+        """Restores an optimizer after three steps, and says that it were seventy."""
+
+        def __init__(self, *_):
+            pass
+
+        def restore(self):
+            state = types.SimpleNamespace(_optimizer=after(adafactor_of(), 3))
+            return types.SimpleNamespace(state=state, step=70)
+
+    monkeypatch.setattr(host.checkpoint, "Restorer", Restorer)
+    load = inspect.unwrap(host.load)  # of the check of its arguments' types
+    found = load(None, None, None, learning_rate=lambda step: step / 100)
+    assert found.learning_rate == pytest.approx(0.7)

@@ -37,6 +37,8 @@ CLASSES = {
 }
 NUM_PROBES = {"trace": 5, "group_traces": 5, "diagonal": 5, "density": 3}
 NUM_STEPS, SKETCH_SIZE = 12, 3
+# Relative positions that no token has leave it a null space; others have either sign.
+OF_SIGNS = "decoder/relpos_bias"
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
 
 
@@ -123,12 +125,24 @@ def densities(matrix):
     ]
 
 
+def signs(matrix):
+    """The density of a block with a null space, small enough to find all of it."""
+    return CLASSES["density", matrix](
+        name=f"signs-{matrix}",
+        num_probes=NUM_PROBES["density"],
+        num_steps=NUM_STEPS,
+        group=f"{OF_SIGNS}/.*",
+    )
+
+
 def all_of(matrix):
     """Every measurement of one matrix that has a class."""
     found = traces(matrix)
     for quantity, make in (("eigenpairs", eigenpairs), ("density", densities)):
         if (quantity, matrix) in CLASSES:
             found += make(matrix)
+    if ("density", matrix) in CLASSES:
+        found.append(signs(matrix))
     for quantity in ("group_traces", "diagonal"):
         if (quantity, matrix) in CLASSES:
             found += stacked(quantity, matrix)

@@ -125,11 +125,11 @@ class GroupTraces:
         def at(params):
             product = context.product(self.matrix, at=params)
             found = one_probe(context, self.matrix, product, groups=masks)
-            changed = {"trace": found.trace.mean}
+            changed, labels = {"trace": found.trace.mean}, labels_of(found.groups)
             changed["frobenius_norm"] = found.frobenius_norm
             for name, estimate in found.groups.items():
                 size = groups.group_dimension(context.params, masks[name])
-                label = name.replace("/", ".")
+                label = labels[name]
                 changed[f"{label}/trace"] = estimate.mean
                 changed[f"{label}/mean_eigenvalue"] = estimate.mean / size
             return changed
