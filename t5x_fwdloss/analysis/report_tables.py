@@ -39,7 +39,7 @@ def _list(numbers: dict[str, Number]) -> str:
     for name, number in numbers.items():
         interval = ""
         if number.interval is not None:
-            interval = f"[{number.interval[0]:.4g}, {number.interval[1]:.4g}]"
+            interval = f"[{number.interval[0]:.6g}, {number.interval[1]:.6g}]"
         cell = f"<td class='n'>{interval}</td>" if intervals else ""
         rows.append(
             f"<tr><td>{_spaced(name)}</td><td class='n'>{format_value(number)}</td>"

@@ -85,12 +85,7 @@ def _of_adafactor(definition, state, params, learning_rate):
     # would round away.
     plain = copy.copy(definition)
     plain.dtype_momentum = jnp.float32
-    hyper_params = definition.hyper_params.replace(
-        learning_rate=1.0,
-        beta1=0.0,
-        weight_decay_rate=None,
-        weight_decay_rate_lr_exponent=None,
-    )
+    hyper_params = definition.hyper_params.replace(learning_rate=1.0, beta1=0.0)
     layout = parameters.shardings(params)
 
     @jax.jit

@@ -82,6 +82,10 @@ def test_the_normalizer_is_the_total_over_all_batches(factor, kind, total):
     expected_total = tokens if total == "tokens" else total
     assert pytest.approx(expected_total) == found.W
     assert found.num_tokens == tokens
+    units = {"sum": "nat", "constant": "nat/constant", "all_tokens": "nat/position"}
+    assert found.normalizer.unit == units.get(kind, "nat/token")
+    if kind != "sum":
+        assert f"W = {expected_total:g}" in found.normalizer.words
     unnormalized = objective(12, factor=None)
     if kind != "per_sequence":
         expected = unnormalized.value(toy.parameters()) / found.W

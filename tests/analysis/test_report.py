@@ -168,6 +168,16 @@ def test_the_time_left_leaves_out_the_first_step_which_compiles():
     assert "4 of 10, 23 s gone, at most 6 s left" in progress.line(23.0)
 
 
+def test_lines_say_where_the_work_begins_and_ends(caplog):
+    now = iter([0.0, 2.0, 2.0, 3.5])
+    with caplog.at_level("INFO", logger="absl"):
+        clock = lambda: next(now)
+        with Progress("Lanczos", 10, done=3, stream=io.StringIO(), clock=clock) as line:
+            line.update(4)
+    first, last = "Lanczos: starts at 3 of 10", "Lanczos: 7 of 10 in 3.5 s"
+    assert caplog.messages == [first, last]
+
+
 def test_a_stage_says_that_it_begins_and_how_long_it_took(caplog):
     with caplog.at_level("INFO", logger="absl"):
         with stage("Restoring /m/checkpoint_50"):
@@ -188,7 +198,16 @@ def text_of(page, start, end):
 def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
     document = json.loads((finished_run / "results.json").read_text())
     document |= {"task": "some_task", "step": 1200, "optimizer": "Adafactor"}
-    document["model"]["sizes"] = {"num_encoder_layers": 2, "vocab_size": 32128}
+    document["model"]["sizes"] = {
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 3,
+        "num_layers": 4,
+        "emb_dim": 5120,
+        "mlp_dim": 6,
+        "num_heads": 7,
+        "head_dim": 8,
+        "vocab_size": 32128,
+    }
     results = [
         result_from_json(x, {}) for x in document["measurements"] if "numbers" in x
     ]
@@ -196,7 +215,8 @@ def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
     head = html.unescape(text_of(found, "<header>", "</header>"))
     for words in (
         document["model"]["class"],
-        "2 encoder layers, vocabulary 32,128",
+        "2 encoder layers, 3 decoder layers, 4 layers, width 5,120, MLP width 6, 7 heads, "
+        "head width 8, vocabulary 32,128",
         f"{document['num_parameters']:,} parameters in float32",
         "activations in float32",
         "optimizer Adafactor",
@@ -250,6 +270,15 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
         "a 3 ± 0.5",
         "b 4 ± 0.75 *",
     ]
+
+
+def test_an_interval_has_the_digits_of_its_value(finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    number = Number(1050.4, "1", 0.02, "residual", interval=(1050.38, 1050.42))
+    result = MeasurementResult("m", "M", {}, {"trace": number})
+    page = report.render(document, [result])
+    (row,) = rows_of(page, "<section id='measurement-m'", "</section>")[1:]
+    assert row == "trace 1050.4 ± 0.02 [1050.38, 1050.42] residual"
 
 
 def test_the_facts_are_those_of_the_results(page, finished_run):

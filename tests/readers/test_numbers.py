@@ -6,7 +6,6 @@ matrix: what is left is rounding.
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 import scipy.stats
@@ -264,27 +263,6 @@ def check_signs(entry, quadratures):
         assert number["unit"] == "1"
 
 
-@pytest.mark.parametrize("matrix", cells.matrices_of("density"))
-def test_the_signs_of_a_spectrum_with_a_null_space(kept, truth, matrix):
-    inside = dense.group(cells.OF_SIGNS)
-    values, vectors = np.linalg.eigh(truth.matrices[matrix][np.ix_(inside, inside)])
-    values = values / np.abs(values).max()
-    negative, zero = values < -5e-5, np.abs(values) < 5e-7
-    # No eigenvalue is near to what counts as zero, of which rounding is unsure.
-    assert (negative | zero | (values > 5e-5)).all()
-    assert zero.mean() > 0.7
-    assert negative.mean() == (5 / 32 if matrix == "hessian" else 0)
-    z = cells.draws(f"signs-{matrix}/probes", range(cells.NUM_PROBES["density"]))
-    weights = (vectors.T @ z[inside]) ** 2 / inside.sum()
-    entry = kept[f"signs-{matrix}"]
-    for name, chosen in (("negative", negative), ("zero", zero)):
-        parts, number = weights[chosen].sum(axis=0), entry.number(f"{name}_fraction")
-        assert number["value"] == pytest.approx(parts.mean(), abs=1e-3)
-        error = parts.std(ddof=1) / np.sqrt(len(parts))
-        assert number["error"] == pytest.approx(error, abs=1e-3)
-        assert number["unit"] == "1"
-
-
 def group_names():
     paths = dense.leaves(dense.parameters())
     return list(dict.fromkeys("/".join(path.split("/")[:2]) for path in paths))
@@ -399,15 +377,3 @@ def test_products_are_kept_where_memory_allows(kept, fresh):
     for matrix in dense.MATRICES:
         assert kept.document["products"][matrix].startswith("2 of 2 batches linearized")
         assert fresh.document["products"][matrix].startswith("0 of 2 batches")
-
-
-def test_the_header_says_what_was_measured(kept):
-    document = kept.document
-    assert document["normalizer"]["W"] == pytest.approx(dense.normalizer(), rel=EPS)
-    assert document["num_parameters"] == len(dense.flat(dense.parameters()))
-    counted = sum(np.count_nonzero(b["decoder_loss_weights"]) for b in dense.batches())
-    assert document["num_tokens"] == counted
-    assert (document["step"], document["seed"]) == (70, cells.SEED)
-    shapes = {name: list(np.shape(x)) for name, x in dense.batches()[0].items()}
-    assert document["batch_shapes"] == shapes
-    assert jax.default_backend() == document["environment"]["platform"]

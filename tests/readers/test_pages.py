@@ -80,7 +80,7 @@ def test_the_report_has_every_number(kept):
             ), (measurement["name"], name)
             if number["interval"] is not None and not row:
                 low, high = number["interval"]
-                assert f"[{low:.4g}, {high:.4g}]" in words
+                assert f"[{low:.6g}, {high:.6g}]" in words
 
 
 def test_the_report_shows_the_checks(kept):
