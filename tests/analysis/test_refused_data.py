@@ -124,7 +124,7 @@ def with_labels(dtype, *labels):
         batch["decoder_target_tokens"] = batch["decoder_target_tokens"].astype(dtype)
         batch["decoder_loss_weights"][:, 0] = 1.0
     for row, label in enumerate(labels):
-        batches[0]["decoder_target_tokens"][row, 0] = label
+        batches[row % 2]["decoder_target_tokens"][row, 0] = label
     # A label that does not count, because its weight is zero.
     batches[1]["decoder_target_tokens"][0, 1] = 99
     batches[1]["decoder_loss_weights"][0, 1] = 0.0

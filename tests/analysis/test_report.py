@@ -325,6 +325,7 @@ def test_the_facts_are_those_of_the_results(page, finished_run):
         "parameters_left_out": ["step"],
         "num_labels_outside_vocabulary": 1234,
     }
+    other["normalizer"] = document["normalizer"] | {"W": 12345.678}
     other["environment"] = machine | {"mesh": {"data": 2}, "num_processes": 8}
     found = facts(report.render(other, []))
     assert found["Step"] == DASH
@@ -333,6 +334,7 @@ def test_the_facts_are_those_of_the_results(page, finished_run):
     )
     assert found["Dropout"] == "one fixed key per batch, seed 4"
     assert found["Optimizer"] == "Adam"
+    assert found["Normalizer W"] == "12,345.7 (real tokens)"
     assert found["Parameters"] == "12,345,678, float32"
     assert found["Left out"] == "step"
     assert found["Processes"] == "8"
