@@ -7,7 +7,8 @@ same seeds: as it is, in bfloat16, and with its activations in float32. For slop
 curvatures each seed is one random direction; for eigenvalues and traces each seed is a
 run of its own, with its own parameters, four eigenvalues and four traces by different
 probes. Counts and the ratio of the error to the actual deviation are printed; `--output`
-names a JSON file, written anew after each run.
+names a JSON file, written anew after each run. `--kinds` measures some of the numbers
+only; the others that the file has, by the same settings, are kept.
 """
 
 import argparse
@@ -31,6 +32,7 @@ SHAPES = {
     "small": (32128, 512, 6, 64, 1024, 8),  # t5_1_1/small.gin
 }
 TYPES = ("bfloat16", "float32")
+KINDS = ("directions", "eigenvalues", "traces")
 TRACES = tuple(f"trace_{i}" for i in range(4))
 
 
@@ -111,26 +113,33 @@ def main():
     parser.add_argument("--probes", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--output", type=pathlib.Path)
     args = parser.parse_args()
     start = time.monotonic()
     report = {"environment": benchmark_record.environment(), "numbers": {}}
-    report["settings"] = {k: v for k, v in vars(args).items() if k != "output"}
+    own = ("output", "kinds")
+    report["settings"] = {k: v for k, v in vars(args).items() if k not in own}
+    kept = {}
+    if args.output and args.output.exists():
+        before = json.loads(args.output.read_text())
+        kept = before["numbers"] if before["settings"] == report["settings"] else {}
     directions = analysis.DirectionalDerivatives(num_random=args.seeds, num_points=0)
-    spectrum = [
-        analysis.HessianEigenpairs(
-            num_largest=3, num_smallest=1, max_steps=args.steps, tolerance=0.01
-        ),
-        *(
-            analysis.HessianTrace(name=name, num_probes=args.probes, block_size=1)
-            for name in TRACES
-        ),
+    eigenvalues = analysis.HessianEigenpairs(
+        num_largest=3, num_smallest=1, max_steps=args.steps, tolerance=0.01
+    )
+    traces = [
+        analysis.HessianTrace(name=name, num_probes=args.probes, block_size=1)
+        for name in TRACES
     ]
+    spectrum = [eigenvalues] * ("eigenvalues" in args.kinds)
+    spectrum += traces * ("traces" in args.kinds)
     pairs = []
     for seed in range(args.spectrum_seeds):
-        wanted = spectrum + [directions] * (seed == 0)
+        with_directions = seed == 0 and "directions" in args.kinds
+        wanted = spectrum + [directions] * with_directions
         pairs.append([measure(args, dtype, seed, wanted) for dtype in TYPES])
-        report["numbers"] = summary(pairs, args.seeds)
+        report["numbers"] = kept | summary(pairs, args.seeds)
         report["seconds"] = round(time.monotonic() - start)
         benchmark_record.write(report, args.output)
     print(json.dumps(report, indent=1))
@@ -142,6 +151,7 @@ def summary(runs, num_directions):
         f"{quantity} along random directions": [
             tuple(run[f"directional_derivatives/random_{i}/{quantity}"] for run in pair)
             for pair in runs[:1]
+            if "directional_derivatives/random_0/slope" in pair[0]
             for i in range(num_directions)
         ]
         for quantity in ("slope", "curvature")
@@ -151,11 +161,15 @@ def summary(runs, num_directions):
         tuple(run[f"hessian_eigenpairs/{name}"] for run in pair)
         for pair in runs
         for name in names
+        if f"hessian_eigenpairs/{name}" in pair[0]
     ]
     groups["traces, same probes"] = [
-        tuple(run[f"{name}/trace"] for run in pair) for pair in runs for name in TRACES
+        tuple(run[f"{name}/trace"] for run in pair)
+        for pair in runs
+        for name in TRACES
+        if f"{name}/trace" in pair[0]
     ]
-    return {name: compared(pairs) for name, pairs in groups.items()}
+    return {name: compared(pairs) for name, pairs in groups.items() if pairs}
 
 
 if __name__ == "__main__":

@@ -227,30 +227,45 @@ def test_a_run_killed_among_the_probes_ends_with_the_same_numbers(
     assert numbers_of(tmp_path) == numbers_of(finished_run)
 
 
-KILLED_RUN = """
+STOPPED_RUN = """
 import os, signal, sys
 from t5x_fwdloss.analysis import lanczos_state
+from t5x_fwdloss.host.exit_status import exit_status
 from tests.analysis import runs
 save = lanczos_state.LanczosState.save
-def save_and_die(self, state, generation):
+def save_and_stop(self, state, generation):
     save(self, state, generation)
-    os.kill(os.getpid(), signal.SIGKILL)
-lanczos_state.LanczosState.save = save_and_die
-runs.run(sys.argv[1])
+    os.kill(os.getpid(), int(sys.argv[2]))
+lanczos_state.LanczosState.save = save_and_stop
+command = lambda: runs.run(sys.argv[1])
+sys.exit(exit_status("analyze", lambda: command, command))
 """
 
 
-def test_a_process_killed_outright_leaves_a_folder_that_goes_on(
-    finished_run, tmp_path, repository
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGKILL, -signal.SIGKILL, ""),
+        (
+            signal.SIGINT,
+            130,
+            "analyze: interrupted; start the same command again to resume.",
+        ),
+    ],
+)
+def test_a_process_that_is_stopped_leaves_a_folder_that_goes_on(
+    finished_run, tmp_path, repository, number, status, said
 ):
     done = subprocess.run(
-        [sys.executable, "-c", KILLED_RUN, str(tmp_path)],
+        [sys.executable, "-c", STOPPED_RUN, str(tmp_path), str(int(number))],
         cwd=repository,
         env=os.environ | {"PYTHONPATH": str(repository)},
         capture_output=True,
         timeout=200,
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
+    assert done.returncode == status, done.stderr.decode()[-2000:]
+    assert said in done.stderr.decode()
+    assert "Traceback" not in done.stderr.decode()
     assert not (tmp_path / "results.json").exists()
     assert runs.run(tmp_path) == 0
     assert numbers_of(tmp_path) == numbers_of(finished_run)

@@ -175,6 +175,42 @@ def test_bad_input_gets_a_sentence_and_status_1(project, checkpoint, case):
     assert not (project.path / "bad" / "results.json").exists()
 
 
+OWN_LOSS = """
+from t5x_fwdloss import models
+
+
+class WithTerm(models.FwdLossEncoderDecoderModel):
+    def loss_fn(self, params, batch, dropout_rng):
+        loss, metrics = super().loss_fn(params, batch, dropout_rng)
+        return 2 * loss, metrics
+"""
+WITH_TERM = """
+from __gin__ import dynamic_registration
+import my_terms
+from t5x.examples.t5 import network
+MODEL = @my_terms.WithTerm()
+my_terms.WithTerm:
+  module = @network.Transformer()
+  input_vocabulary = %VOCABULARY
+  output_vocabulary = %VOCABULARY
+  optimizer_def = %OPTIMIZER
+"""
+
+
+def test_a_loss_that_would_be_dropped_is_refused_before_the_checkpoint(project):
+    project.write("my_terms.py", OWN_LOSS)
+    project.write("my_terms.gin", WITH_TERM)
+    # There is no checkpoint: who looked for it first would say so.
+    given = arguments(project, "/nowhere", "dropped", "--gin_file=my_terms.gin")
+    done = project.run("t5x_fwdloss.analyze", *given)
+    assert_sentence(
+        done,
+        r"must not drop another loss: WithTerm has its own loss_fn \(my_terms\.WithTerm"
+        r"\.loss_fn\)\. .* use as MODEL the class without it",
+    )
+    assert not (project.path / "dropped").exists()
+
+
 def assert_sentence(done, message):
     assert done.status == 1, done.log[-2000:]
     assert re.search(message, done.says), done.says[-2000:]
