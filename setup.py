@@ -55,6 +55,8 @@ setuptools.setup(
             "grain",
             "tensorboard",
         ],
+        # What Orbax asks a bucket (gs://) with, in which the standalone host trains.
+        "gcs": ["google-cloud-storage"],
         # What T5X's own tests import with T5's tasks; T5 itself, whose requirements are
         # nightly builds that exclude these, is installed without them by the Makefile.
         "t5x-own-tests": [

@@ -32,8 +32,8 @@ from flax import linen as nn
 from t5x import models as t5x_models
 from t5x import partitioning, utils
 
+from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
 from t5x_fwdloss.host import optimizer as host_optimizer
 
@@ -50,11 +50,11 @@ def analyze(
     output_dir: settings.Words,
     measurements: Sequence[Any],
     num_batches: settings.Positive,
-    seed: int = 0,
+    seed: settings.Seed = 0,
     loss_impl: str = "custom_jvp",
     loss_chunk_length: settings.Positive | None = None,
     num_microbatches: settings.Positive = 1,
-    dropout_seed: int | None = None,
+    dropout_seed: settings.Seed | None = None,
     matmul_precision: analysis.Precision = "highest",
     train_state_initializer_cls: Any = utils.TrainStateInitializer,
     verify_matching_vocabs_fn: Any = utils.verify_matching_vocabs,
@@ -93,7 +93,7 @@ def analyze(
     Raises:
         ValueError: bad input, named before anything is compiled.
     """
-    settings.check_measurements("MEASUREMENTS", measurements)
+    measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     dataset.check_config(dataset_cfg)
     path = restore_checkpoint_cfg.path
@@ -118,6 +118,14 @@ def analyze(
         )
     if verify_matching_vocabs_fn is not None:
         dataset.check_vocabularies(dataset_cfg, model, verify_matching_vocabs_fn)
+    with on_mesh(partitioner):
+        objective = analysis.Objective.from_model(
+            model,
+            batches,
+            num_microbatches=num_microbatches,
+            dropout_seed=dropout_seed,
+            precision=matmul_precision,
+        )
     shapes, types = dataset.shapes_and_types(batches[0])
 
     def initializer(optimizer_def):
@@ -146,13 +154,6 @@ def analyze(
         optimizer=host_optimizer.name_of(model.optimizer_def),
     )
     with on_mesh(partitioner):
-        objective = analysis.Objective.from_model(
-            model,
-            batches,
-            num_microbatches=num_microbatches,
-            dropout_seed=dropout_seed,
-            precision=matmul_precision,
-        )
         return analysis.run_analysis(
             objective,
             restored.params,

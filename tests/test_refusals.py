@@ -11,6 +11,8 @@ import sys
 import pytest
 from t5x_runs.conftest import Forks
 
+from t5x_fwdloss.standalone import checkpoints
+
 CONFIGS = "--gin_file=t5x_fwdloss/configs"
 COMMANDS = {
     "analyze": [
@@ -55,8 +57,8 @@ EVERY_ANALYSIS = [
     ("NUMBATCHES=3", r"it reads no NUMBATCHES; the nearest is NUM_BATCHES\."),
     ("BATCH_SIZE='8'", r"BATCH_SIZE must be a whole number of at least 1: got '8'"),
     ("BATCH_SIZE=0", r"BATCH_SIZE must be a whole number of at least 1: got 0"),
-    ("SEED='a'", r"SEED must be a whole number: got 'a'"),
-    ("SEED=1.5", r"SEED must be a whole number: got 1.5"),
+    ("SEED='a'", r"SEED must be a whole number of at least 0: got 'a'"),
+    ("SEED=1.5", r"SEED must be a whole number of at least 0: got 1.5"),
     (
         "MEMORY_BUDGET='1GB'",
         r"MEMORY_BUDGET must be a whole number of at least 0 or No",
@@ -84,6 +86,34 @@ EVERY_ANALYSIS = [
     ("LOSS_CHUNK_LENGTH='8'", r"(?i)chunk.length must be .*: got '8'"),
     ("LOSS_NORMALIZING_FACTOR='tokens'", r"normalizing factor must .*: got 'tokens'"),
     ("LOSS_NORMALIZING_FACTOR=[1]", r"normalizing factor must .*: got \[1\]"),
+    ("SEED=-1", r"SEED must be a whole number of at least 0: got -1"),
+    (
+        "DROPOUT_RATE=0.1; DROPOUT_SEED=-1",
+        r"DROPOUT_SEED must be a whole number of at least 0 or None: got -1",
+    ),
+    (
+        "HessianEigenpairs.max_basis=9",
+        r"HessianEigenpairs.max_basis must be None or at least 10 for 7 pairs and 1 st",
+    ),
+    (
+        "HessianEigenpairs.num_largest=0; HessianEigenpairs.num_smallest=0",
+        r"HessianEigenpairs needs num_largest or num_smallest: both are 0",
+    ),
+    (
+        "HessianEigenpairs.group='('",
+        r"HessianEigenpairs.group must be a string that is a regular expression or Non",
+    ),
+    ("HessianTrace.name='run'", r"name of a measurement must not be one of"),
+    ("HessianTrace.name='a/b'", r"name of a measurement must be the name of a file"),
+    (
+        "DirectionalDerivatives.eigenvectors_of='x'",
+        r"eigenvectors_of must name a measurement before it with save_eig.*: got 'x'",
+    ),
+    (
+        "DirectionalDerivatives.along_gradient=False; "
+        "DirectionalDerivatives.num_random=0",
+        r"DirectionalDerivatives needs a direction",
+    ),
     ("X", r"(?i)--gin.\w+ needs =VALUE: got '--gin.X'"),
 ]
 LENGTHS = [
@@ -116,6 +146,11 @@ TRAINING = [
 ]
 CASES = [
     *[("analyze", *case) for case in EVERY_ANALYSIS + LENGTHS],
+    (
+        "analyze",
+        "OPTIMIZER=None; HessianTrace.preconditioned=True",
+        r"HessianTrace.preconditioned must have the optimizer .*: got OPTIMIZER = None",
+    ),
     ("analyze", "DROPOUT_SEED='x'", r"DROPOUT_SEED must be a whole number .*: got 'x'"),
     *[("train", *case) for case in TRAINING],
     *[
@@ -145,7 +180,8 @@ def command(tmp_path_factory):
 def test_a_bad_setting_is_named_before_anything_begins(
     command, name, binding, sentence
 ):
-    status, said, directory = command(name, f"--gin.{binding}")
+    flags = [f"--gin.{one}" for one in binding.split("; ")]
+    status, said, directory = command(name, *flags)
     assert status == 1, said
     assert "Traceback" not in said
     last = said.strip().splitlines()[-1]
@@ -153,6 +189,14 @@ def test_a_bad_setting_is_named_before_anything_begins(
     assert re.match(r"(analyze|train|t5x_fwdloss\.analyze): ", last), said
     assert not (directory / "results").exists()
     assert not (directory / "model").exists()
+
+
+def test_training_into_a_bucket_without_its_client_names_it(command):
+    if checkpoints._has_google_client():
+        pytest.skip("google-cloud-storage is installed")
+    status, said, _ = command("train", "--gin.MODEL_DIR='gs://bucket/model'")
+    assert status == 1
+    assert "not installed; pip install google-cloud-storage (the extra gcs" in said
 
 
 @pytest.mark.timeout(600)

@@ -1,9 +1,13 @@
 """Files that appear whole or not at all, local or in a bucket."""
 
 import contextlib
+import errno
 import io
 import json
 import os
+import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +15,38 @@ import numpy as np
 from etils import epath
 
 from t5x_fwdloss.analysis.numbers import to_json
+
+# What parsers raise where content is not what it should be.
+DAMAGED = (
+    json.JSONDecodeError,
+    UnicodeError,
+    RecursionError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+# What readers raise where parts are not what they should be.
+OTHER_PARTS = (LookupError, TypeError, AttributeError)
+# What TensorStore says, and Orbax quotes: words of the operating system in the midst of
+# its own, or a status code in front.
+QUOTED = [
+    os.strerror(code)
+    for code in (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EROFS,
+        errno.EACCES,
+        errno.ELOOP,
+        errno.ENOTDIR,
+        errno.EISDIR,
+    )
+]
+STATUSES = {
+    r"\bNOT_FOUND\b|not found in checkpoint|does not exist": "a file in it is missing",
+    r"\b(DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE)\b|"
+    "reading array index": "a file in it is damaged",
+}
 
 
 class StorageError(ValueError):
@@ -111,6 +147,9 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
     """The arrays of a .npz file; what cannot be read raises `StorageError`."""
     with reading(path):
         content = io.BytesIO(epath.Path(path).read_bytes())
+        # Of anything else NumPy says that it is pickled.
+        zipfile.ZipFile(content).close()
+        content.seek(0)
         with np.load(content) as found:
             return {name: found[name] for name in found.files}
 
@@ -153,10 +192,26 @@ def reading(path: epath.PathLike) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what an exception says, without a full stop."""
+    """Why something cannot be read or written, in a few words.
+
+    What JSON, NumPy, Orbax and TensorStore say of damaged files is about their own
+    parts; of anything else it is the first line of what the exception says.
+    """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, DAMAGED):
+        return "its content is damaged"
+    if isinstance(error, OTHER_PARTS):
+        return "a part of it is missing or of another kind"
+    text = str(error)
+    found = [words for words in QUOTED if words in text]
+    found += [words for code, words in STATUSES.items() if re.search(code, text)]
+    if found:
+        return found[0]
+    status = re.match(r"([A-Z]{2}[A-Z_]+): ", text)
+    if status:
+        return f"the storage reports {status[1].replace('_', ' ').lower()}"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = lines[0][:200].rstrip(".") if lines else ""
     return words or type(error).__name__
 

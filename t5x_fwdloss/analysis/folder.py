@@ -10,63 +10,25 @@ is complete. Nothing in a folder of another run, or with other files, is touched
 import contextlib
 import dataclasses
 import os
-import re
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from etils import epath
 
-from t5x_fwdloss.analysis import agreement, files, identity, lock
+from t5x_fwdloss.analysis import agreement, files, identity, lock, records
 from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
+    arrays_digest,
     result_from_json,
     result_to_json,
 )
 
 # Of what measurements save half-way: to be counted up when a state gets other members.
-FORMAT = 3
-MAX_NAME = 100
-# What lies beside the files that are named after measurements.
-RESERVED = ("config", "events", "lock", "report", "results", "run", "unfinished")
+FORMAT = 4
 _CHOOSE = "Choose another ANALYSIS_OUTPUT_DIR."
-SUFFIXES = (".json", ".npz", ".part", ".state", "_vectors")
-
-
-def check_names(names: Sequence[Any]) -> None:
-    """Refuse names of measurements that are no names of files, or not of their own.
-
-    Raises:
-        ValueError: says which name and why.
-    """
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch(
-            rf"[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}}", name
-        ):
-            raise ValueError(
-                "The name of a measurement must be the name of a file, at most "
-                f"{MAX_NAME} of the characters A-Z, a-z, 0-9, '_', '-' and '.', the first "
-                f"no '.': got {_short(name)}."
-            )
-        if name.lower() in RESERVED:
-            raise ValueError(
-                f"The name of a measurement must not be one of {', '.join(RESERVED)}: "
-                f"got {name!r}."
-            )
-    if not names or len({name.lower() for name in names}) < len(names):
-        raise ValueError(
-            "measurements must be a list of at least one, each with its own name: got "
-            f"{', '.join(names) or 'none'}."
-        )
-    taken = {name.lower() + suffix: name for name in names for suffix in SUFFIXES}
-    for name in names:
-        if name.lower() in taken:
-            raise ValueError(
-                "The names of measurements must differ by more than "
-                f"{', '.join(SUFFIXES)}: got {taken[name.lower()]!r} and {name!r}."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +95,7 @@ class RunFolder:
                 files.remove_parts(self._work)
                 files.remove_parts(self.path)
                 claim = {"unfinished_format": FORMAT, "owner": self.owner}
-                files.write_json(self._claim, wanted | claim)
+                records.write(self._claim, wanted | claim)
 
             self._agreed(claim)
             yield
@@ -178,7 +140,7 @@ class RunFolder:
         def store():
             self._check_owner()
             files.write_arrays(self._work / f"{result.name}.npz", result.arrays)
-            files.write_json(self._work / f"{result.name}.json", result_to_json(result))
+            records.write(self._work / f"{result.name}.json", result_to_json(result))
             files.remove(self.state_path(result.name))
 
         self._agreed(store)
@@ -207,7 +169,7 @@ class RunFolder:
             files.write_bytes(self.path / source.name, content)
         for name, content in other_files.items():
             files.write_bytes(self.path / name, content)
-        files.write_json(self.results_path, document)
+        records.write(self.results_path, document)
         if document.get("status") == "finished":
             self._remove_work()
 
@@ -238,31 +200,27 @@ class RunFolder:
         with files.reading(self.results_path):
             if not self.results_path.exists():
                 return None
-        return _dictionary(files.read_json(self.results_path), self.results_path)
+        found = files.read_json(self.results_path)
+        ours = {"fingerprint", records.CHECKSUM}
+        if isinstance(found, dict) and not ours & found.keys():
+            raise ValueError(
+                f"the output folder must be new or hold this same run: {self.path} has a "
+                f"results.json that is not of this package. {_CHOOSE}"
+            )
+        return records.read(self.results_path)
 
     def _is_unfinished(self) -> bool:
         results = self._results()
         return not (results and results.get("status") == "finished")
 
     def _found(self) -> dict[str, Any] | None:
-        """The fingerprint of the run that the folder belongs to.
-
-        Raises:
-            ValueError: it has a `results.json` that no run of this package wrote.
-        """
+        """The fingerprint of the run that the folder belongs to."""
         with files.reading(self._claim):
             claimed = self._claim.exists()
         if claimed and self._is_unfinished():
-            return _dictionary(files.read_json(self._claim), self._claim)
+            return records.read(self._claim)
         results = self._results()
-        if results is None:
-            return None
-        if "fingerprint" not in results:
-            raise ValueError(
-                f"the output folder must be new or hold this same run: {self.path} has a "
-                f"results.json that is not of this package. {_CHOOSE}"
-            )
-        return _dictionary(results["fingerprint"], self.results_path)
+        return None if results is None else results["fingerprint"]
 
     def _check_empty(self) -> None:
         with files.reading(self.path):
@@ -292,7 +250,7 @@ class RunFolder:
     def _check_owner(self) -> None:
         owner = None
         if self._claim.exists():
-            owner = files.read_json(self._claim).get("owner")
+            owner = records.read(self._claim).get("owner")
         if owner != self.owner:
             raise files.StorageError(
                 f"Only one run may write to {self.path} at a time: "
@@ -309,34 +267,31 @@ class RunFolder:
 
     def _stored(self, name) -> tuple[dict[str, Any] | None, dict[str, np.ndarray]]:
         path = self._work / f"{name}.json"
-        if path.exists():
-            return _checked(files.read_json(path), path), files.read_arrays(
-                self._work / f"{name}.npz"
-            )
-        if self.results_path.exists():
-            document = files.read_json(self.results_path)
-            with files.reading(self.results_path):
-                entries = [x for x in document["measurements"] if x["name"] == name]
-            for found in entries:
-                if found.get("status") == "finished":
-                    arrays = files.read_arrays(self.path / f"{name}.npz")
-                    return _checked(found, self.results_path), arrays
+        with files.reading(path):
+            kept = path.exists()
+        if kept:
+            found = records.read(path)
+            return found, _arrays(found, self._work / f"{name}.npz")
+        results = self._results() or {"measurements": []}
+        for found in results["measurements"]:
+            if found["name"] == name and found["status"] == "finished":
+                return found, _arrays(found, self.path / f"{name}.npz")
         return None, {}
 
 
-def _checked(found, path) -> dict[str, Any]:
-    with files.reading(path):
-        result_from_json(found, {})
-    return found
+def _arrays(found, path) -> dict[str, np.ndarray]:
+    """The arrays of a stored result.
 
-
-def _dictionary(found, path) -> dict[str, Any]:
-    if not isinstance(found, dict):
+    Raises:
+        StorageError: they are not those that were stored with it.
+    """
+    arrays = files.read_arrays(path)
+    if arrays_digest(arrays) != found["arrays_sha256"]:
         raise files.StorageError(
-            f"{path} must hold the record of a run: got {_short(found)}. Move it away, "
-            "or choose another folder."
+            f"{path} must hold the arrays that a run wrote there: their checksum "
+            "differs. If it is damaged, move it away, or choose another folder."
         )
-    return found
+    return arrays
 
 
 def _short(value: Any) -> str:

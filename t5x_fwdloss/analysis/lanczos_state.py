@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from etils import epath
 
-from t5x_fwdloss.analysis import agreement, files, vector_store
+from t5x_fwdloss.analysis import agreement, files, records, vector_store
 from t5x_fwdloss.analysis.checksum import checksum
 
 State = TypeVar("State")
@@ -56,7 +56,7 @@ class LanczosState:
         document = {"metadata": metadata, "arrays": arrays, "vectors": checksums}
 
         def write():
-            files.write_json(self._index, document)
+            records.write(self._index, document)
             self._remove_all_but(checksums)
 
         agreement.from_primary_doing(self.is_primary, write)
@@ -87,20 +87,15 @@ class LanczosState:
             )
 
     def _read(self) -> dict[str, Any] | None:
-        found = files.read_json(self._index) if self._index.exists() else None
         with files.reading(self._index):
-            names = dict(found["vectors"]) if found else {}
+            saved = self._index.exists()
+        found = records.read(self._index) if saved else None
         files.remove_parts(self.path)
-        self._remove_all_but(names)
+        self._remove_all_but(found["vectors"] if found else ())
         return found
 
     def _vector(self, name, wanted, like):
-        vector = vector_store.restore(self.path / name, like)
-        if checksum(vector) != wanted:
-            raise files.StorageError(
-                f"{self.path / name} must hold what was saved there: its checksum differs."
-                f" Move {self.path} away, and the measurement starts anew."
-            )
+        vector = vector_store.checked(self.path / name, like, wanted)
         self._checksums[name] = wanted
         return vector
 

@@ -5,7 +5,9 @@ up to rounding, and whether it is converged.
 """
 
 import dataclasses
+import hashlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -116,10 +118,24 @@ def to_json(value: Any) -> Any:
 
 
 def result_to_json(result: MeasurementResult) -> dict[str, Any]:
-    """The result without its arrays, which are stored beside it."""
+    """The result with the checksum of its arrays, which are stored beside it."""
     found = to_json(dataclasses.replace(result, arrays={}))
     found.pop("arrays")
-    return found | {"converged": result.converged, "status": "finished"}
+    return found | {
+        "arrays_sha256": arrays_digest(result.arrays),
+        "converged": result.converged,
+        "status": "finished",
+    }
+
+
+def arrays_digest(arrays: Mapping[str, Any]) -> str:
+    """SHA-256 of the names, types, shapes and bytes of arrays."""
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        x = np.ascontiguousarray(arrays[name])
+        total.update(f"{name}|{x.dtype}|{np.shape(arrays[name])}|".encode())
+        total.update(x.tobytes())
+    return total.hexdigest()
 
 
 def result_from_json(

@@ -94,7 +94,7 @@ class Objective:
         """
         settings_lib.check("precision", precision, Precision)
         settings_lib.check("num_microbatches", num_microbatches, settings_lib.Positive)
-        settings_lib.check("dropout_seed", dropout_seed, int | None)
+        settings_lib.check("dropout_seed", dropout_seed, settings_lib.Seed | None)
         if dropout_seed is not None and num_microbatches > 1:
             raise ValueError(
                 "num_microbatches must be 1 where dropout_seed is given, because "

@@ -47,3 +47,14 @@ def _widened(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def shape_and_kind(leaf: Any) -> Any:
+    """The shape of a stored or described array, with its type unless it is floating.
+
+    A checkpoint may be of another floating type than the model, but not of whole numbers.
+    """
+    shape, dtype = tuple(leaf.shape), getattr(leaf, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jnp.inexact):
+        return shape
+    return f"{shape} of {dtype}"

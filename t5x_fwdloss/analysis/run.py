@@ -21,6 +21,7 @@ from t5x_fwdloss.analysis import (
     events,
     files,
     identity,
+    measurement_list,
     model_facts,
     parameters,
     preemption,
@@ -36,13 +37,13 @@ from t5x_fwdloss.analysis.finite import (
     NonFiniteLossError,
     check_finite,
 )
-from t5x_fwdloss.analysis.folder import RunFolder, check_names
+from t5x_fwdloss.analysis.folder import RunFolder
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
 from t5x_fwdloss.analysis.objective import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.table import print_line, print_table
-from t5x_fwdloss.curvature import NonFiniteError, probes, trees
+from t5x_fwdloss.curvature import NonFiniteError, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ def run_analysis(
     *,
     measurements: Sequence[Any],
     output_dir: settings_lib.Path,
-    seed: int = 0,
+    seed: settings_lib.Seed = 0,
     host: HostInfo | None = None,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
@@ -109,12 +110,10 @@ def run_analysis(
         product with a matrix that is positive semidefinite, or 143 where SIGTERM stopped
         the run, in this process or another: the same call resumes it.
     """
-    settings_lib.check_measurements("measurements", measurements)
+    measurement_list.check("measurements", measurements)
     settings_lib.check_arguments(run_analysis, locals())
     host = host or HostInfo()
     names = [measurement.name for measurement in measurements]
-    check_names(names)
-    probes.as_key(seed)  # refuses one that is out of range
     # Absolute: the saved state of long work, written by Orbax, must have such a path.
     folder = RunFolder(files.user_path(output_dir), host.primary)
     others = _OtherCheckpoints(host.load_params)

@@ -11,6 +11,7 @@ import dataclasses
 import math
 import numbers
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -57,7 +58,13 @@ Count = Annotated[int, at_least(0), at_most(LARGEST_COUNT)]
 Several = Annotated[int, at_least(2), at_most(LARGEST_COUNT)]
 Bytes = Annotated[int, at_least(0), at_most(2**63 - 1)]
 Above = Annotated[float, Rule("above 0", lambda x: x > 0)]
+Seed = Annotated[int, at_least(0), at_most(2**63 - 1)]
 Fraction = Annotated[float, Rule("between 0 and 1", lambda x: 0 < x < 1)]
+Pattern = Annotated[
+    str,
+    Rule("that is not empty", lambda x: bool(x.strip())),
+    Rule("that is a regular expression", lambda x: _is_pattern(x)),
+]
 Words = Annotated[str, Rule("that is not empty", lambda x: bool(x.strip()))]
 Path = Annotated[
     str | os.PathLike, Rule("that is not empty", lambda x: bool(os.fspath(x).strip()))
@@ -121,29 +128,6 @@ def check_arguments(
         check(said, arguments[name], kinds[name])
 
 
-def check_measurements(name: str, measurements: Any) -> None:
-    """Checks the list of measurements, and every setting of each.
-
-    Args:
-        name: name of the list, as the user writes it.
-        measurements: dataclasses with `name`, `validate` and `run`.
-
-    Raises:
-        ValueError: it is no list of at least one measurement, or a setting of one does
-            not fit.
-    """
-    wanted = "a list of at least one measurement, such as [@HessianTrace()] in gin"
-    if not _is_list(measurements) or not len(measurements):
-        raise ValueError(f"{name} must be {wanted}: got {shown(measurements)}.")
-    for number, measurement in enumerate(measurements):
-        measures = all(hasattr(measurement, x) for x in ("name", "validate", "run"))
-        if isinstance(measurement, type) or not measures:
-            raise ValueError(
-                f"{name} must be {wanted}: entry {number} is {shown(measurement)}."
-            )
-        check_fields(measurement)
-
-
 def shown(value: Any) -> str:
     """A value and its type, short enough for a sentence."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
@@ -197,7 +181,7 @@ def _parts(name, value, kind):
         for key, item in value.items():
             yield f"a name in {name}", key, arguments[0]
             yield f"{name}[{key!r}]", item, arguments[1]
-    elif _is_list(value):
+    elif is_list(value):
         for number, item in enumerate(value):
             yield f"{name}[{number}]", item, arguments[0]
 
@@ -229,11 +213,20 @@ def _is_number(value) -> bool:
         return False
 
 
+def _is_pattern(value) -> bool:
+    try:
+        re.compile(value)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
 def _is_whole(value) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_list(value) -> bool:
+def is_list(value: Any) -> bool:
+    """Whether a value is a sequence or an array, and no string."""
     listed = isinstance(value, collections.abc.Sequence | np.ndarray)
     return listed and not isinstance(value, str | bytes)
 
@@ -245,7 +238,7 @@ _TYPES = {
     str: Rule("a string", lambda x: isinstance(x, str)),
     types.NoneType: Rule("None", lambda x: x is None),
     os.PathLike: Rule("a path", lambda x: isinstance(x, os.PathLike)),
-    collections.abc.Sequence: Rule("a list", _is_list),
+    collections.abc.Sequence: Rule("a list", is_list),
     collections.abc.Mapping: Rule("a dictionary", lambda x: isinstance(x, Mapping)),
     collections.abc.Callable: Rule("a function", callable),
 }

@@ -273,6 +273,11 @@ class _Search:
         self.state.num_restarts += 1
 
 
+def smallest_basis(num_pairs: int, num_starts: int) -> int:
+    """The least `max_basis` that has room for the pairs when the space is restarted."""
+    return num_pairs + num_starts + 2
+
+
 def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_starts):
     if min(num_largest, num_smallest) < 0 or num_largest + num_smallest < 1:
         raise ValueError(
@@ -283,7 +288,7 @@ def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_start
         raise ValueError(f"max_steps must be at least 1: got {max_steps}.")
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must lie between 0 and 1: got {tolerance}.")
-    least = num_largest + num_smallest + num_starts + 2
+    least = smallest_basis(num_largest + num_smallest, num_starts)
     if max_basis is not None and max_basis < least:
         raise ValueError(
             f"max_basis must be at least {least} for {num_largest} + {num_smallest} "

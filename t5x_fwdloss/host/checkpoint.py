@@ -19,7 +19,7 @@ from etils import epath
 from flax.core import FrozenDict, unfreeze
 from t5x import checkpoints, partitioning, state_utils, utils
 
-from t5x_fwdloss.analysis import files, progress
+from t5x_fwdloss.analysis import files, parameters, progress
 
 # A checkpoint that does not fit differs in few names or in all: three are enough.
 NUM_NAMED = 3
@@ -148,8 +148,8 @@ def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:
 
 def fit_to_checkpoint(
     cfg: utils.RestoreCheckpointConfig,
-    found: Mapping[str, tuple[int, ...]] | None,
-    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Any] | None,
+    wanted: Mapping[str, Any],
 ) -> None:
     """Changes a restore configuration so that no parameter starts from scratch.
 
@@ -218,7 +218,7 @@ def _is_checkpoint(path: str) -> bool:
     return any((root / part).exists() for part in parts)
 
 
-def parameter_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
+def parameter_shapes(path: str) -> dict[str, Any] | None:
     """Shapes of the parameters of a checkpoint by name; None where T5X must tell."""
     root = epath.Path(path)
     state = root / "state"
@@ -238,8 +238,8 @@ def parameter_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
 
 
 def check_parameters(
-    found: Mapping[str, tuple[int, ...]] | None,
-    wanted: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, Any] | None,
+    wanted: Mapping[str, Any],
     path: str,
 ) -> None:
     """Pass if a checkpoint has the parameters of the model, and no others.
@@ -268,7 +268,8 @@ def check_mesh(shapes, axes, mesh_shape: Mapping[str, int]) -> None:
         ValueError: names the parameter, the dimension and the axis.
     """
     specs = _flat(axes)
-    for name, shape in _shapes(shapes).items():
+    for name, leaf in _flat(shapes).items():
+        shape = tuple(leaf.shape)
         spec = specs.get(name) or ()
         for size, entry in zip(shape, spec, strict=False):
             over = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -299,8 +300,8 @@ def _flat(tree) -> dict[str, Any]:
     return flax.traverse_util.flatten_dict(dict(tree), sep="/")
 
 
-def _shapes(tree) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(x.shape) for name, x in _flat(tree).items()}
+def _shapes(tree) -> dict[str, Any]:
+    return {name: parameters.shape_and_kind(x) for name, x in _flat(tree).items()}
 
 
 def _side(shapes, name) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import logging
 
-from t5x_fwdloss.host import gin_sentences
+from t5x_fwdloss.host import gin_sentences, orbax_leftovers
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -31,6 +31,7 @@ def exit_status(
         What the function returns where that is an integer, else 0; 1 after a refusal;
         130 after Ctrl-C.
     """
+    orbax_leftovers.keep_quiet()
     try:
         result = configure()()
         return result if isinstance(result, int) else 0

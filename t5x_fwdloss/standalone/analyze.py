@@ -21,8 +21,8 @@ import jax
 import optax
 
 from t5x_fwdloss import analysis
+from t5x_fwdloss.analysis import measurement_list, progress, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.analysis import progress, settings
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -50,9 +50,9 @@ def analyze(
     measurements: Sequence[Any],
     num_batches: settings.Positive,
     split: settings.Words = "validation",
-    seed: int = 0,
+    seed: settings.Seed = 0,
     num_microbatches: settings.Positive = 1,
-    dropout_seed: int | None = None,
+    dropout_seed: settings.Seed | None = None,
     matmul_precision: analysis.Precision = "highest",
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
@@ -85,16 +85,15 @@ def analyze(
 
     `ValueError` names bad input before anything is read or compiled.
     """
-    settings.check_measurements("MEASUREMENTS", measurements)
+    measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     check_no_other_loss(model)
+    _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     path = str(checkpoints.find(checkpoint_path))
     with progress.stage(f"Reading {num_batches} batches of {split}"):
         batches = data.fixed_batches(dataset, split, num_batches)
     like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
-    with progress.stage(f"Restoring {path}"):
-        step, params = checkpoints.restore_params(path, like)
     objective = analysis.Objective.from_model(
         model,
         batches,
@@ -102,6 +101,8 @@ def analyze(
         dropout_seed=dropout_seed,
         precision=matmul_precision,
     )
+    with progress.stage(f"Restoring {path}"):
+        step, params = checkpoints.restore_params(path, like)
     host = analysis.HostInfo(
         checkpoint=path,
         step=step,
@@ -134,6 +135,17 @@ def analyze(
         memory_budget=memory_budget,
         fold=folding,
     )
+
+
+def _check_optimizer(optimizer, measurements) -> None:
+    for measurement in measurements:
+        for setting in ("preconditioned", "along_preconditioned_gradient"):
+            if getattr(measurement, setting, False) and optimizer is None:
+                raise ValueError(
+                    f"{type(measurement).__name__}.{setting} must have the optimizer of "
+                    "the training: got OPTIMIZER = None; bind it as the training did, "
+                    "such as in t5x_fwdloss/configs/standalone/optimizer.gin."
+                )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ parameters and the step go both ways. A folder appears under its name only when 
 complete, so a killed run leaves no half-written checkpoint.
 """
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +17,35 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from t5x_fwdloss.analysis import files
+from t5x_fwdloss.analysis import files, parameters
 
 PREFIX = "checkpoint"
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax is writing
 MAX_NAMED = 4  # parameters named in an error message
+
+
+def check_place(model_dir: str) -> None:
+    """Checks that checkpoints can be saved at a place of this kind.
+
+    Orbax's manager asks a bucket of Google's for its properties with Google's own client.
+
+    Raises:
+        ValueError: it is in a bucket (`gs://`), and that client is not installed.
+    """
+    if model_dir.startswith("gs://") and not _has_google_client():
+        raise ValueError(
+            f"Training into a bucket must have Google's client for it: MODEL_DIR is "
+            f"{model_dir}, and google-cloud-storage is not installed; pip install "
+            "google-cloud-storage (the extra gcs of this package), or train into a "
+            "local folder and copy it."
+        )
+
+
+def _has_google_client() -> bool:
+    try:
+        return importlib.util.find_spec("google.cloud.storage") is not None
+    except ModuleNotFoundError:  # no package google.cloud at all
+        return False
 
 
 def open_manager(model_dir: str, keep: int | None = None) -> ocp.CheckpointManager:
@@ -188,11 +213,13 @@ def check_same(
         )
 
 
-def _shapes(tree) -> dict[str, tuple[int, ...]]:
+def _shapes(tree) -> dict[str, Any]:
     # A named tuple is stored as a dict: only the keys' names are the same.
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = ["/".join(map(_name, path)) for path, _ in leaves]
-    return {n: tuple(x.shape) for n, (_, x) in zip(names, leaves, strict=True)}
+    return {
+        n: parameters.shape_and_kind(x) for n, (_, x) in zip(names, leaves, strict=True)
+    }
 
 
 def _name(key) -> str:

@@ -34,7 +34,7 @@ class DatasetConfig:
     task_feature_lengths: Mapping[settings.Words, settings.Positive]
     batch_size: settings.Positive
     pack: bool = False
-    seed: int = 0
+    seed: settings.Seed = 0
 
     def __post_init__(self):
         """Checks every field (`ValueError`), by the names of gin's macros."""

@@ -46,7 +46,7 @@ def train(
     num_eval_batches: settings.Positive,
     checkpoint_period: settings.Positive,
     keep_checkpoints: settings.Positive | None = None,
-    seed: int = 0,
+    seed: settings.Seed = 0,
     train_split: settings.Words = "train",
     eval_split: settings.Words = "validation",
     config_text: str = "",
@@ -73,6 +73,7 @@ def train(
         ValueError: bad input, named before anything is compiled.
     """
     settings.check_arguments(train, locals(), macros=MACROS)
+    checkpoints.check_place(model_dir)
     key = probes.as_key(seed)
     data.check_vocabulary(dataset, model.module.config.vocab_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)

@@ -151,8 +151,8 @@ def measured(measurement, objective, path):
     )
     found = measurement.run(context)
     arrays = {name: np.asarray(x).tolist() for name, x in found.arrays.items()}
-    context.vectors = {measurement.name: getattr(measurement, "num_vectors", 0)}
-    vectors = context.saved_vectors(measurement.name)
+    leaves_vectors = getattr(measurement, "num_vectors", 0)
+    vectors = context.saved_vectors(measurement.name) if leaves_vectors else []
     return json.dumps(
         [
             result_to_json(found),

@@ -209,7 +209,9 @@ def test_a_pattern_that_is_none_is_refused_in_every_measurement(tmp_path):
             HessianEigenpairs(group=pattern),
             HessianGroupTraces(groups={"all": pattern}),
         ):
-            with pytest.raises(ValueError, match="must be a regular expression: got"):
+            with pytest.raises(
+                ValueError, match="must be a string that is a regular expression"
+            ):
                 runs.run(tmp_path / "results", measurements=[measurement])
     assert not (tmp_path / "results").exists()
 

@@ -1,12 +1,10 @@
 """The format of what a run leaves unfinished: known by its members, checked first."""
 
-import json
-
 import jax.numpy as jnp
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.analysis import folder, lanczos_state
+from t5x_fwdloss.analysis import folder, lanczos_state, records
 
 from . import runs
 
@@ -21,7 +19,7 @@ KRYLOV = {
     "orthogonality": "error num_checks restarted subtracted uncertainties",
 }
 BASIS = {"vectors": "", "space": "size on_host"}
-# What is saved in format 3, by name of the dictionary it is in.
+# What is saved in format 4, by name of the dictionary it is in.
 MEMBERS = {
     "EigenpairsState": KRYLOV
     | {"history": "", "num_fresh": "", "num_restarts": ""}
@@ -59,7 +57,7 @@ def test_a_state_with_other_members_has_another_format():
     curvature.probe_estimates(
         product, START, 0, num_probes=2, diagonal=True, on_probe=note
     )
-    assert folder.FORMAT == 3
+    assert folder.FORMAT == 4
     assert found == {
         state: {(name,) for name in saved if name != "orthogonality"}
         | {(name, part) for name in saved for part in saved[name].split()}
@@ -83,11 +81,11 @@ def test_a_run_that_another_version_left_unfinished_is_refused_and_kept(
         with pytest.raises(Killed):
             runs.run(tmp_path)
     claim = tmp_path / "unfinished" / "run.json"
-    content = json.loads(claim.read_text())
+    content = records.read(claim)
     content["unfinished_format"] = other
     if other is None:
         del content["unfinished_format"]
-    claim.write_text(json.dumps(content))
+    records.write(claim, content)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     with pytest.raises(
         ValueError,

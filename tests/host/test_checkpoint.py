@@ -245,6 +245,6 @@ def test_what_t5x_cannot_read_is_named(tmp_path, monkeypatch):
     restorer._use_orbax = True
     with pytest.raises(
         ValueError,
-        match=f"{tmp_path} must be whole and readable: Encountered .* index: 0. If it",
+        match=f"{tmp_path} must be whole and readable: a file in it is damaged. If it",
     ):
         restorer._restored(None, str(tmp_path))

@@ -11,7 +11,6 @@ from etils import epath
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import (
-    agreement,
     matrices,
     preemption,
     preflight,
@@ -126,19 +125,15 @@ class Context:
         return self._preconditioner
 
     def saved_vectors(self, name: str) -> list[PyTree]:
-        """The vectors that a measurement earlier in the run has left."""
+        """The vectors that a measurement earlier in the run has left.
+
+        A small space has fewer of them than `vectors` says.
+        """
         assert self.vectors_path is not None
         like = probes.random_like(0, self.params)
-        paths = [
-            self.vectors_path(name) / f"vector_{i}" for i in range(self.vectors[name])
-        ]
-        # A small space has fewer eigenvectors than were asked for.
-        there = agreement.from_primary([path.exists() for path in paths])
-        return [
-            vector_store.restore(path, like)
-            for path, exists in zip(paths, there, strict=True)
-            if exists
-        ]
+        return vector_store.restore_all(
+            self.vectors_path(name), like, is_primary=self.is_primary
+        )
 
     @property
     def products(self) -> dict[str, str]:

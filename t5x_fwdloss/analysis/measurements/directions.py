@@ -7,7 +7,7 @@ and the loss itself at some $t$, so that the report shows how far the model reac
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import numpy as np
@@ -64,25 +64,43 @@ class DirectionalDerivatives:
     num_points: settings.Count = 9
     relative_radius: settings.Above = 0.02
 
-    def validate(self, context: Context) -> None:
-        """Check that there is a direction, and that other checkpoints load and fit.
+    def check_settings(self, earlier: Sequence[Any]) -> None:
+        """Check that there is a direction.
+
+        Args:
+            earlier: the measurements before this one.
 
         Raises:
-            ValueError: nothing to do, or no way to load.
+            ValueError: there is none, or no measurement that leaves the eigenvectors.
         """
-        if not self._num_directions(context):
+        names = [x.name for x in earlier if getattr(x, "num_vectors", 0)]
+        if self.eigenvectors_of and self.eigenvectors_of not in names:
+            raise ValueError(
+                "DirectionalDerivatives.eigenvectors_of must name a measurement before "
+                f"it with save_eigenvectors=True: got {self.eigenvectors_of!r}."
+            )
+        directions = (
+            self.along_gradient,
+            self.along_preconditioned_gradient,
+            self.num_random,
+            self.eigenvectors_of,
+            self.checkpoints,
+        )
+        if not any(directions):
             raise ValueError(
                 "DirectionalDerivatives needs a direction: got along_gradient=False, "
                 "num_random=0, no eigenvectors and no checkpoints."
             )
+
+    def validate(self, context: Context) -> None:
+        """Check that the optimizer's state and other checkpoints load and fit.
+
+        Raises:
+            ValueError: they do not, or there is no way to load.
+        """
         if self.along_preconditioned_gradient:
             context.check_preconditioner(
                 "DirectionalDerivatives.along_preconditioned_gradient"
-            )
-        if self.eigenvectors_of and not context.vectors.get(self.eigenvectors_of):
-            raise ValueError(
-                "DirectionalDerivatives.eigenvectors_of must name a measurement before "
-                f"it with save_eigenvectors=True: got {self.eigenvectors_of!r}."
             )
         for path in self.checkpoints:
             if not np.isfinite(float(trees.norm(self._difference(context, path)))):

@@ -7,7 +7,8 @@ With unit eigenvectors $y_i$ and the gradient g, the overlap $\sum_i \langle g, 
 
 import dataclasses
 import itertools
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from t5x_fwdloss.curvature import (
     ritz,
     trees,
 )
+from t5x_fwdloss.curvature.eigenpairs import smallest_basis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +83,26 @@ class Eigenpairs(OfMatrix):
         """How many eigenvectors it leaves in the output folder, at most."""
         return (self.num_largest + self.num_smallest) * self.save_eigenvectors
 
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there and that a pair is wanted.
+    def check_settings(self, earlier: Sequence[Any]) -> None:
+        """Check that a pair is wanted, and that the basis has room for it.
 
         Raises:
-            ValueError: no pair is wanted, or what `check_matrix` raises.
+            ValueError: no pair is wanted, or `max_basis` is too small.
         """
-        self.check_matrix(context)
-        title = type(self).__name__
-        if self.num_largest + self.num_smallest < 1:
+        del earlier
+        title, pairs = type(self).__name__, self.num_largest + self.num_smallest
+        if pairs < 1:
             raise ValueError(f"{title} needs num_largest or num_smallest: both are 0.")
+        least = smallest_basis(pairs, self.num_starts)
+        if self.max_basis is not None and self.max_basis < least:
+            raise ValueError(
+                f"{title}.max_basis must be None or at least {least} for {pairs} pairs "
+                f"and {self.num_starts} start vectors: got {self.max_basis}."
+            )
+
+    def validate(self, context: Context) -> None:
+        """Check that the matrix is there; `check_matrix` says what it raises."""
+        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
@@ -147,10 +159,12 @@ class Eigenpairs(OfMatrix):
         return cosines
 
     def _save(self, context, found):
-        for number, vector in enumerate(found.eigenvectors):
-            # In place of what a run that was killed here may have written.
-            path = context.vectors_path(self.name) / f"vector_{number}"
-            vector_store.save(path, self.direction(context, vector))
+        # In place of what a run that was killed here may have written.
+        vector_store.save_all(
+            context.vectors_path(self.name),
+            (self.direction(context, vector) for vector in found.eigenvectors),
+            is_primary=context.is_primary,
+        )
 
     def _rounding(self, context, found, noise) -> np.ndarray:
         r"""What rounding does to each eigenvalue, from one product each, drawn anew.

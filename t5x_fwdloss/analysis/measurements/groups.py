@@ -40,7 +40,7 @@ class GroupTraces:
     matrix: ClassVar[str]
 
     name: settings.Words
-    groups: Mapping[settings.Words, settings.Words] | None = None
+    groups: Mapping[settings.Words, settings.Pattern] | None = None
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
     confidence: settings.Fraction = 0.95

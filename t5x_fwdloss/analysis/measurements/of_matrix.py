@@ -39,7 +39,7 @@ class OfMatrix:
 
     matrix: ClassVar[str]
 
-    group: settings.Words | None = None
+    group: settings.Pattern | None = None
     preconditioned: bool = False
     damping: float = 0.0
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import agreement, files
+from t5x_fwdloss.analysis import agreement, files, records
 from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context
 from t5x_fwdloss.analysis.progress import Progress
@@ -27,11 +27,14 @@ Product = Callable[[PyTree], PyTree]
 def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array):
     """Hutchinson's estimator; what it saves is its samples."""
     path = context.state_path(settings.name) / "samples.json"
-    found = agreement.from_primary_doing(
-        context.is_primary, lambda: files.read_json(path) if path.exists() else None
-    )
-    with files.reading(path):
-        samples = np.array(found or [], np.float64).reshape(-1)
+
+    def saved():
+        with files.reading(path):
+            there = path.exists()
+        return records.read(path)["samples"] if there else []
+
+    found = agreement.from_primary_doing(context.is_primary, saved)
+    samples = np.array(found or [], np.float64)
     with context.progress(settings.name, settings.num_probes, len(samples)) as progress:
         counted = len(samples)
 
@@ -41,7 +44,7 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             counted = len(taken)
             context.step(
                 lambda: agreement.from_primary_doing(
-                    context.is_primary, lambda: files.write_json(path, taken)
+                    context.is_primary, lambda: records.write(path, {"samples": taken})
                 )
             )
 

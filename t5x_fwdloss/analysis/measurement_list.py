@@ -1,0 +1,77 @@
+"""The list of measurements of a run, checked as a whole before anything is read."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from t5x_fwdloss.analysis import settings
+
+MAX_NAME = 100
+# What lies beside the files that are named after measurements.
+RESERVED = ("config", "events", "lock", "report", "results", "run", "unfinished")
+SUFFIXES = (".json", ".npz", ".part", ".state", "_vectors")
+
+
+def check(name: str, measurements: Any) -> None:
+    """Checks the list of measurements, every setting of each, and their names.
+
+    Args:
+        name: name of the list, as the user writes it.
+        measurements: dataclasses with `name`, `validate` and `run`; where they have
+            `check_settings`, that is called with the measurements before it, to refuse
+            settings that do not go together.
+
+    Raises:
+        ValueError: it is no list of at least one measurement, or a setting of one does
+            not fit.
+    """
+    wanted = "a list of at least one measurement, such as [@HessianTrace()] in gin"
+    if not settings.is_list(measurements) or not len(measurements):
+        raise ValueError(
+            f"{name} must be {wanted}: got {settings.shown(measurements)}."
+        )
+    for number, measurement in enumerate(measurements):
+        measures = all(hasattr(measurement, x) for x in ("name", "validate", "run"))
+        if isinstance(measurement, type) or not measures:
+            raise ValueError(
+                f"{name} must be {wanted}: entry {number} is "
+                f"{settings.shown(measurement)}."
+            )
+        settings.check_fields(measurement)
+        if hasattr(measurement, "check_settings"):
+            measurement.check_settings(measurements[:number])
+    check_names([measurement.name for measurement in measurements])
+
+
+def check_names(names: Sequence[Any]) -> None:
+    """Refuse names of measurements that are no names of files, or not of their own.
+
+    Raises:
+        ValueError: says which name and why.
+    """
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(
+            rf"[A-Za-z0-9_-][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}}", name
+        ):
+            raise ValueError(
+                "The name of a measurement must be the name of a file, at most "
+                f"{MAX_NAME} of the characters A-Z, a-z, 0-9, '_', '-' and '.', the first "
+                f"no '.': got {settings.shown(name)}."
+            )
+        if name.lower() in RESERVED:
+            raise ValueError(
+                f"The name of a measurement must not be one of {', '.join(RESERVED)}: "
+                f"got {name!r}."
+            )
+    if not names or len({name.lower() for name in names}) < len(names):
+        raise ValueError(
+            "measurements must be a list of at least one, each with its own name: got "
+            f"{', '.join(names) or 'none'}."
+        )
+    taken = {name.lower() + suffix: name for name in names for suffix in SUFFIXES}
+    for name in names:
+        if name.lower() in taken:
+            raise ValueError(
+                "The names of measurements must differ by more than "
+                f"{', '.join(SUFFIXES)}: got {taken[name.lower()]!r} and {name!r}."
+            )
