@@ -13,6 +13,7 @@ from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
     HessianEigenpairs,
     HessianTrace,
+    measurement_list,
 )
 from t5x_fwdloss.analysis.measurements import Context
 
@@ -164,9 +165,9 @@ BAD = {
 
 
 @pytest.mark.parametrize(("measurement", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_settings_get_a_sentence(context, measurement, message):
+def test_bad_settings_get_a_sentence(measurement, message):
     with pytest.raises(ValueError, match=message):
-        measurement.validate(context)
+        measurement_list.check("measurements", [measurement])
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(context):

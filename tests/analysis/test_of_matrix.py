@@ -14,6 +14,7 @@ from t5x_fwdloss.analysis import (
     HessianSpectralDensity,
     HessianTrace,
     lanczos_state,
+    measurement_list,
 )
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements import Context
@@ -328,7 +329,7 @@ REFUSED = {
 )
 def test_settings_that_cannot_work_are_refused(context, measurement, message):
     def check():
-        settings_lib.check_fields(measurement)
+        measurement_list.check("measurements", [measurement])
         measurement.validate(without_optimizer(context))
 
     with pytest.raises(ValueError, match=message):

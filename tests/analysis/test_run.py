@@ -232,6 +232,8 @@ import os, signal, sys
 from t5x_fwdloss.analysis import lanczos_state
 from t5x_fwdloss.host.exit_status import exit_status
 from tests.analysis import runs
+# A shell that starts the tests in the background has it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 save = lanczos_state.LanczosState.save
 def save_and_stop(self, state, generation):
     save(self, state, generation)
