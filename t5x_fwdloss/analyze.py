@@ -16,10 +16,13 @@ if __name__ == "__main__":  # the imports take seconds, in which nothing else is
     sys.stderr.write("t5x_fwdloss.analyze: importing T5X, JAX and TensorFlow\n")
 
 import contextlib
+import functools
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import gin
 import jax
 import seqio
 
@@ -28,13 +31,20 @@ from t5x_fwdloss.analysis import preemption, progress
 
 # isort: split
 # After `models`, which says in a sentence what is missing where T5X is.
+import t5x
 from flax import linen as nn
+from t5x import gin_utils, partitioning, utils
 from t5x import models as t5x_models
-from t5x import partitioning, utils
 
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.host import checkpoint, dataset, gin_sentences
+from t5x_fwdloss.host import (
+    checkpoint,
+    dataset,
+    exit_status,
+    gin_sentences,
+    initialization,
+)
 from t5x_fwdloss.host import optimizer as host_optimizer
 
 # Arguments whose macros are not their names in capitals.
@@ -96,6 +106,7 @@ def analyze(
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     dataset.check_config(dataset_cfg)
+    dataset.check_mesh(partitioner)
     path = restore_checkpoint_cfg.path
     settings.check("CHECKPOINT_PATH", path, settings.Path | Sequence[settings.Path])
     if loss_impl not in forward_losses():
@@ -129,16 +140,19 @@ def analyze(
     shapes, types = dataset.shapes_and_types(batches[0])
 
     def initializer(optimizer_def):
-        return train_state_initializer_cls(
-            optimizer_def=optimizer_def,
-            init_fn=model.get_initial_variables,
-            input_shapes=shapes,
-            input_types=types,
-            partitioner=partitioner,
-        )
+        with initialization.of_parameters():
+            return train_state_initializer_cls(
+                optimizer_def=optimizer_def,
+                init_fn=model.get_initial_variables,
+                input_shapes=shapes,
+                input_types=types,
+                partitioner=partitioner,
+            )
 
     where = (partitioner, restore_checkpoint_cfg, use_orbax)
-    restorer = checkpoint.Restorer(initializer(None), *where)  # no optimizer state
+    plain = initializer(None)  # no optimizer state
+    measurement_list.check_groups(measurements, plain.global_train_state_shape.params)
+    restorer = checkpoint.Restorer(plain, *where)
     restored = restorer.restore()
     host = analysis.HostInfo(
         checkpoint=restored.path,
@@ -199,7 +213,27 @@ REQUIRED_MACROS = {
 }
 
 
-def _parse(gin, gin_utils, flags, search_paths) -> None:
+def attempt(values: Any) -> int:
+    """Reads gin as the flags say and runs the analysis; returns the exit status.
+
+    What is refused is one sentence on standard error; another exception is a bug, and
+    is raised.
+
+    Args:
+        values: has `gin_file`, `gin_bindings`, `gin_search_paths`, `multiprocess_gpu`.
+    """
+
+    def configure():
+        _parse(values)
+        configured = gin.get_configurable(analyze)
+        run = functools.partial(configured, config_text=gin.config_str())
+        # From here on, or JAX alone would hear SIGTERM, and the run go on.
+        return preemption.listening()(run) if values.multiprocess_gpu else run
+
+    return exit_status.exit_status("t5x_fwdloss.analyze", configure, analyze)
+
+
+def _parse(flags: Any) -> None:
     """Reads the gin files and bindings, and checks what a user forgets most often.
 
     Raises:
@@ -211,13 +245,15 @@ def _parse(gin, gin_utils, flags, search_paths) -> None:
             f"{gin_sentences.RUN_FILE} and the file of your model."
         )
     gin_sentences.check_bindings(flags.gin_bindings)
+    # T5X's package folder is searched last, as its own scripts do.
+    t5x_folder = os.path.dirname(os.path.dirname(t5x.__file__))
     gin_utils.parse_gin_flags(
-        search_paths,
+        [*flags.gin_search_paths, t5x_folder],
         flags.gin_file,
         flags.gin_bindings,
         finalize_config=False,
     )
-    if _bound(gin, "analyze.model") is None:
+    if _bound("analyze.model") is None:
         raise ValueError(
             "No gin file configures the analysis: add "
             f"--gin_file={gin_sentences.RUN_FILE} before the file of your model."
@@ -226,20 +262,20 @@ def _parse(gin, gin_utils, flags, search_paths) -> None:
     unset = [
         f"{name} ({remedy})"
         for name, remedy in REQUIRED_MACROS.items()
-        if _bound(gin, f"{name}/gin.macro.value") is None
+        if _bound(f"{name}/gin.macro.value") is None
     ]
     if unset:
         raise ValueError(
             f"The run file needs values for {'; '.join(unset)}. If a file sets one, it "
             "must come after the run file, which resets it."
         )
-    if _bound(gin, "DROPOUT_SEED/gin.macro.value") is None:
+    if _bound("DROPOUT_SEED/gin.macro.value") is None:
         # T5X's model files demand a rate, which means nothing while dropout is off.
         gin.bind_parameter("DROPOUT_RATE/gin.macro.value", 0.0)
     gin.finalize()
 
 
-def _bound(gin, key):
+def _bound(key):
     """The value of a binding; None where there is none or it is `%gin.REQUIRED`."""
     try:
         value = gin.query_parameter(key)
@@ -249,16 +285,9 @@ def _bound(gin, key):
 
 
 if __name__ == "__main__":
-    import functools
-    import os
-
-    import gin
-    import t5x
     import tensorflow as tf
     from absl import app, flags
-    from t5x import gin_utils
 
-    from t5x_fwdloss.host import exit_status
     from t5x_fwdloss.standalone import command_line
 
     FLAGS = flags.FLAGS
@@ -303,17 +332,7 @@ if __name__ == "__main__":
         if FLAGS.tfds_data_dir:
             seqio.set_tfds_data_dir_override(FLAGS.tfds_data_dir)
         seqio.add_global_cache_dirs(FLAGS.seqio_additional_cache_dirs)
-        analyze_using_gin: Any = gin.configurable(analyze)
-        # T5X's package folder is searched last, as its own scripts do.
-        t5x_folder = os.path.dirname(os.path.dirname(t5x.__file__))
-
-        def configure():
-            _parse(gin, gin_utils, FLAGS, [*FLAGS.gin_search_paths, t5x_folder])
-            run = functools.partial(analyze_using_gin, config_text=gin.config_str())
-            # From here on, or JAX alone would hear SIGTERM, and the run go on.
-            return preemption.listening()(run) if FLAGS.multiprocess_gpu else run
-
-        return exit_status.exit_status("t5x_fwdloss.analyze", configure, analyze)
+        return attempt(FLAGS)
 
     try:
         command_line.rewrite_gin_flags(sys.argv)

@@ -191,15 +191,7 @@ def main(examples, kind="toy"):
             status, said, _ = command(host, root / name, root / "results")
             sys.stdout.write(f"{name}: {said}")
             answered(status, said)
-        law = check(root, host)
-        hypothesis.settings(
-            deadline=None,
-            derandomize=True,
-            max_examples=int(examples),
-            database=None,
-            print_blob=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )(law)()
+        damage.run(check(root, host), examples)
     sys.stdout.write(f"answered {COUNTS}\n")
 
 

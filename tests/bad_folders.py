@@ -133,15 +133,7 @@ def main(examples, *names):
     """Makes the folders, damages them, says how runs ended."""
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
-        law = check(root, made(root, names or MEASUREMENTS))
-        hypothesis.settings(
-            deadline=None,
-            derandomize=True,
-            max_examples=int(examples),
-            database=None,
-            print_blob=False,
-            suppress_health_check=list(hypothesis.HealthCheck),
-        )(law)()
+        damage.run(check(root, made(root, names or MEASUREMENTS)), examples)
     sys.stdout.write(f"answered {COUNTS}\n")
 
 

@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 
+import hypothesis
 from hypothesis import strategies as st
 
 # What takes the place of an entry of a JSON document.
@@ -144,3 +145,15 @@ def contents_of(folder):
         for x in sorted(folder.rglob("*"))
         if x.is_file() and not x.is_symlink()
     }
+
+
+def run(law, examples):
+    """Tries a law with so many examples, the same ones every time."""
+    hypothesis.settings(
+        deadline=None,
+        derandomize=True,
+        max_examples=int(examples),
+        database=None,
+        print_blob=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )(law)()

@@ -151,6 +151,11 @@ CASES = [
         "OPTIMIZER=None; HessianTrace.preconditioned=True",
         r"HessianTrace.preconditioned must have the optimizer .*: got OPTIMIZER = None",
     ),
+    (
+        "analyze",
+        "LOSS_IMPL='custom_vjp'",
+        r"directional_derivatives needs a loss that is differentiable forwards",
+    ),
     ("analyze", "DROPOUT_SEED='x'", r"DROPOUT_SEED must be a whole number .*: got 'x'"),
     *[("train", *case) for case in TRAINING],
     *[
@@ -191,6 +196,32 @@ def test_a_bad_setting_is_named_before_anything_begins(
     assert not (directory / "model").exists()
 
 
+@pytest.mark.parametrize(
+    "binding", ["HessianTrace.group='x'", "HessianGroupTraces.groups={'a': 'x'}"]
+)
+@pytest.mark.parametrize(
+    "name", ["analyze", pytest.param("t5x analyze", marks=pytest.mark.t5x)]
+)
+def test_a_group_of_no_parameters_is_named_before_the_checkpoint_is_read(
+    command, tmp_path, name, binding
+):
+    state = tmp_path / "checkpoint_1" / "state"
+    state.mkdir(parents=True)
+    (state / "_METADATA").write_text("damaged")
+    status, said, directory = command(
+        name,
+        f"--gin.CHECKPOINT_PATH='{tmp_path}/checkpoint_1'",
+        "--gin.MEASUREMENTS=[@HessianTrace(), @HessianGroupTraces()]",
+        "--gin.NUM_BATCHES=1",
+        f"--gin.{binding}",
+    )
+    assert status == 1, said
+    assert "A group must match the whole path of at least one float par" in said, said
+    assert "'x' matches none of" in said
+    assert "Traceback" not in said
+    assert not (directory / "results").exists()
+
+
 def test_training_into_a_bucket_without_its_client_names_it(command):
     if checkpoints._has_google_client():
         pytest.skip("google-cloud-storage is installed")
@@ -200,9 +231,16 @@ def test_training_into_a_bucket_without_its_client_names_it(command):
 
 
 @pytest.mark.timeout(600)
-def test_random_values_of_settings_are_answered_by_a_sentence(repository, tmp_path):
+@pytest.mark.parametrize(
+    "arguments",
+    [["standalone", "150"], pytest.param(["t5x", "60"], marks=pytest.mark.t5x)],
+    ids=["standalone", "t5x"],
+)
+def test_random_values_of_settings_are_answered_by_a_sentence(
+    repository, tmp_path, arguments
+):
     done = subprocess.run(
-        [sys.executable, str(repository / "tests" / "bad_gin.py")],
+        [sys.executable, str(repository / "tests" / "bad_gin.py"), *arguments],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -39,8 +39,9 @@ def held(path: epath.Path, folder: epath.PathLike) -> Iterator[None]:
     with files.writing(path):
         descriptor = _locked(path, folder)
     try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(_owner()).encode())
+        with files.writing(path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(_owner()).encode())
         yield
     finally:
         # Before the lock is given up, or the file of the next holder would be removed.

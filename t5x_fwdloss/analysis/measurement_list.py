@@ -4,7 +4,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from t5x_fwdloss.analysis import settings
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis import preflight, settings
+from t5x_fwdloss.curvature import groups
 
 MAX_NAME = 100
 # What lies beside the files that are named after measurements.
@@ -41,6 +44,38 @@ def check(name: str, measurements: Any) -> None:
         if hasattr(measurement, "check_settings"):
             measurement.check_settings(measurements[:number])
     check_names([measurement.name for measurement in measurements])
+
+
+def check_groups(measurements: Sequence[Any], params: PyTree) -> None:
+    """Refuse patterns of groups that match no parameter; compiles nothing.
+
+    Args:
+        measurements: some have a `group`, or `groups` by name.
+        params: the parameters, or their shapes.
+
+    `ValueError` names the first pattern that matches none.
+    """
+    for measurement in measurements:
+        named = getattr(measurement, "groups", None) or {}
+        for pattern in [getattr(measurement, "group", None), *named.values()]:
+            if pattern is not None:
+                groups.group_mask(params, pattern)
+
+
+def check_forward_mode(measurements: Sequence[Any], loss_impl: str) -> None:
+    """Refuse a loss without forward mode where a measurement cannot do without.
+
+    Args:
+        measurements: some have `needs_forward_mode`.
+        loss_impl: a name in `losses.IMPLEMENTATIONS`.
+
+    Raises:
+        PreflightError: names the first such measurement, and the loss to choose.
+    """
+    for measurement in measurements:
+        needs = getattr(measurement, "needs_forward_mode", False)
+        if needs and loss_impl == "custom_vjp":
+            raise preflight.PreflightError(preflight.no_forward_loss(measurement.name))
 
 
 def check_names(names: Sequence[Any]) -> None:

@@ -73,17 +73,22 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
     if found is None or not needed_by:
         return found is None
     if objective.settings.get("loss_impl") == "custom_vjp":
-        raise PreflightError(
-            f"{needed_by} needs a loss that is differentiable forwards, and LOSS_IMPL = "
-            '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
-            "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
-            "gradients and the checkpoint stay the same."
-        )
+        raise PreflightError(no_forward_loss(needed_by))
     named = f" ({', '.join(found)})" if found else ""
     raise PreflightError(
         f"{needed_by} needs a model that is differentiable forwards, and a part of it "
         f"is a jax.custom_vjp function{named}: choose the plain form of that part, or "
         f"leave {needed_by} out of MEASUREMENTS."
+    )
+
+
+def no_forward_loss(needed_by: str) -> str:
+    """Why a measurement cannot be with T5X's own rule of the loss, and the remedy."""
+    return (
+        f"{needed_by} needs a loss that is differentiable forwards, and LOSS_IMPL = "
+        '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
+        "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
+        "gradients and the checkpoint stay the same."
     )
 
 

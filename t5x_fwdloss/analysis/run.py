@@ -112,6 +112,7 @@ def run_analysis(
     """
     measurement_list.check("measurements", measurements)
     settings_lib.check_arguments(run_analysis, locals())
+    measurement_list.check_groups(measurements, params)
     host = host or HostInfo()
     names = [measurement.name for measurement in measurements]
     # Absolute: the saved state of long work, written by Orbax, must have such a path.

@@ -96,10 +96,17 @@ def check_task(cfg: utils.DatasetConfig) -> None:
     """Pass if the task or mixture is registered.
 
     Raises:
-        ValueError: with the closest registered names.
+        ValueError: with the closest registered names, or why its module is not imported.
     """
     if cfg.module:
-        utils.import_module(cfg.module)
+        try:
+            utils.import_module(cfg.module)
+        except Exception as error:
+            raise ValueError(
+                "MIXTURE_OR_TASK_MODULE must be a module that can be imported: got "
+                f"{cfg.module!r}, which raises {type(error).__name__}: "
+                f"{seqio_sentences.reason(error)}"
+            ) from error
     task = cfg.mixture_or_task_name
     if not isinstance(task, str):
         return
@@ -149,6 +156,24 @@ def check_batch_size(batch_size: int, data_mesh_size: int) -> None:
             "BATCH_SIZE must be a positive multiple of the data axis of the mesh: got "
             f"BATCH_SIZE = {batch_size}, data axis = {data_mesh_size}."
         )
+
+
+def check_mesh(partitioner: partitioning.BasePartitioner) -> None:
+    """Pass if T5X's partitioner lays out its mesh over the devices that are there.
+
+    Raises:
+        ValueError: with the reason, such as a number of partitions that does not divide
+            them.
+    """
+    try:
+        assert partitioner.mesh is not None
+        assert partitioner.data_mesh_size > 0
+    except Exception as error:
+        raise ValueError(
+            f"{type(partitioner).__name__} must have settings that lay out a mesh over "
+            f"the {jax.device_count()} devices: got {type(error).__name__}: "
+            f"{seqio_sentences.reason(error)}"
+        ) from error
 
 
 def shapes_and_types(batch: Mapping[str, Any]):

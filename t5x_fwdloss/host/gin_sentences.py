@@ -70,6 +70,10 @@ _RULES: Sequence[tuple[str, str]] = (
         r"^Configurable '([^']+)' doesn't have a parameter named '([^']+)'",
         "{0} has no argument {1!r}{where}.",
     ),
+    (  # T5X's own checks of its configurations
+        r"^`?([A-Z]\w*\.\w+)`? must be (.+)",
+        "{0} must be {1}",
+    ),
     (
         r"^maximum recursion depth exceeded",
         "A binding of the configuration must not refer to itself, directly or through "
@@ -163,6 +167,11 @@ def sentence(error: BaseException) -> str:
                 *match.groups(), where=_location(message), message=_gist(message)
             )
     name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    made = re.search(r"\n\s*In call to configurable '([^']+)'", message)
+    if made:
+        return (
+            f"{made[1]} must have settings that it accepts: got {name}{_gist(message)}"
+        )
     return f"{name}{_gist(message)} (--verbosity=1 shows where)"
 
 

@@ -37,9 +37,10 @@ def reading(task: str, split: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """The message of an error in one line, without stacks that it quotes."""
+    """The message of an error in one line, without stacks and addresses in it."""
     first = re.split(r"\nTraceback|\nStack trace", str(error))[0]
-    line = " ".join(first.split()) or "no message"
+    named = re.sub(r"<([\w.]+) object at 0x[0-9a-f]+>", r"\1", first)
+    line = " ".join(named.split()) or "no message"
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]} ..."
 
 

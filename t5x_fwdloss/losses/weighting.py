@@ -91,8 +91,8 @@ def as_number(x: Any) -> float:
     """A Python, NumPy or JAX number as a float; NaN for what is not a real number."""
     if (
         isinstance(x, bool)
-        or np.ndim(x)
         or not isinstance(x, numbers.Real | np.generic | np.ndarray | jax.Array)
+        or getattr(x, "ndim", 0)
     ):
         return math.nan
     try:

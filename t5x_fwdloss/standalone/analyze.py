@@ -23,6 +23,7 @@ import optax
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import measurement_list, progress, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.host import initialization
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -88,12 +89,15 @@ def analyze(
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     check_no_other_loss(model)
+    measurement_list.check_forward_mode(measurements, model._loss_impl)
     _check_optimizer(optimizer, measurements)
-    data.check_vocabulary(dataset, model.module.config.vocab_size)
+    data.check_vocabulary(dataset, model.vocab_size)
     path = str(checkpoints.find(checkpoint_path))
     with progress.stage(f"Reading {num_batches} batches of {split}"):
         batches = data.fixed_batches(dataset, split, num_batches)
-    like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
+    with initialization.of_parameters():
+        like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
+    measurement_list.check_groups(measurements, like)
     objective = analysis.Objective.from_model(
         model,
         batches,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from clu import metrics as clu_metrics
 
 from t5x_fwdloss import losses
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.loss_mixin import LossMixin
 
 Batch = Mapping[str, Any]  # of arrays
@@ -55,6 +56,25 @@ class StandaloneModel(LossMixin):
         self._loss_normalizing_factor = loss_normalizing_factor
         self._loss_impl = loss_impl
         self._loss_chunk_length = loss_chunk_length
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of classes of the network.
+
+        Raises:
+            ValueError: the network has no configuration that says it.
+        """
+        name = type(self.module).__name__
+        config = getattr(self.module, "config", None)
+        size = getattr(config, "vocab_size", None)
+        if isinstance(self.module, type) or not isinstance(size, int):
+            raise ValueError(
+                f"StandaloneModel.module must be a network whose config has a whole "
+                f"vocab_size, such as network.T5Config(): got "
+                f"{settings.shown(self.module) if config is None else name} with "
+                f"config = {settings.shown(config)}."
+            )
+        return size
 
     def get_initial_params(self, key: jax.Array, batch: Batch) -> Any:
         """Parameters drawn from T5's initial distributions, for batches like this."""

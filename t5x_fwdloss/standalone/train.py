@@ -75,7 +75,7 @@ def train(
     settings.check_arguments(train, locals(), macros=MACROS)
     checkpoints.check_place(model_dir)
     key = probes.as_key(seed)
-    data.check_vocabulary(dataset, model.module.config.vocab_size)
+    data.check_vocabulary(dataset, model.vocab_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
     train_step, eval_step = compiled_steps(model, optimizer)
     folder = files.user_path(model_dir)

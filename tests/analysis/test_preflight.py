@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import Objective, PreflightError, preflight
+from t5x_fwdloss.analysis import (
+    HessianTrace,
+    Objective,
+    PreflightError,
+    preflight,
+)
 from t5x_fwdloss.analysis.normalization import Normalizer
 
 from . import runs, toy
@@ -185,3 +190,16 @@ def test_an_extended_loss_is_refused_before_anything_is_traced():
 
     with pytest.raises(ValueError, match="must not drop another loss: Regularized has"):
         Objective.from_model(Regularized(), toy.batches(4))
+
+
+def test_a_group_of_no_parameters_is_refused_before_the_optimizer_is_read(tmp_path):
+    def load():
+        raise AssertionError("read")
+
+    measurements = [
+        HessianTrace(preconditioned=True),
+        HessianTrace(name="of_a_group", group="nothing"),
+    ]
+    host = runs.host(load_preconditioner=load)
+    with pytest.raises(ValueError, match="'nothing' matches none of 2"):
+        runs.run(tmp_path, measurements=measurements, host=host)

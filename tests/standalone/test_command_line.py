@@ -1,5 +1,6 @@
 """The command line: T5X's flags without T5X, and a sentence for what goes wrong."""
 
+import os
 import re
 import subprocess
 import sys
@@ -27,16 +28,20 @@ BATCH_SIZE = 4
 """
 
 
+# A terminal that can show nothing else.
+ASCII = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0"}
+
+
 def run(script, folder, *arguments):
-    """Runs a script from an unrelated folder: (status, what it said)."""
+    """Runs a script from an unrelated folder: (status, what it said and showed)."""
     found = subprocess.run(
         [sys.executable, "-m", f"t5x_fwdloss.standalone.{script}", *arguments],
         cwd=folder,
+        env=os.environ | ASCII,
         capture_output=True,
-        text=True,
         check=False,
     )
-    return found.returncode, found.stderr
+    return found.returncode, (found.stderr + found.stdout).decode("ascii")
 
 
 def test_gin_flags_are_rewritten_as_t5x_rewrites_them():
@@ -82,6 +87,10 @@ def test_train_and_analyze_run_from_anywhere_by_their_gin_files(tmp_path):
         "--gin.MEASUREMENTS=[@DirectionalDerivatives()]",
     )
     assert status == 0, said
+    assert "Traceback" not in said
+    # Its table, whose signs are others where the terminal has them.
+    assert "gradient/slope" in said
+    assert re.search(r"gradient/slope.* \+- ", said), said
     assert (output_dir / "results.json").exists()
     assert "checkpoint_2" in (output_dir / "results.json").read_text()
 
