@@ -147,6 +147,7 @@ BAD_SETTINGS = {
     "finite and not negative: got 'a'": {"z_loss": "a"},
     "finite and not negative: got None": {"z_loss": None},
     r"finite and not negative: got \[1\]": {"z_loss": [1]},
+    r"finite and not negative: got \[1, \[2\]\]": {"z_loss": [1, [2]]},
     r"custom_jvp: got \['jvp'\]": {"impl": ["jvp"]},
     "AVERAGE_PER_SEQUENCE: got 'tokens'": {"loss_normalizing_factor": "tokens"},
     r"AVERAGE_PER_SEQUENCE: got \[1\]": {"loss_normalizing_factor": [1]},
