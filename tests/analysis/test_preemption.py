@@ -4,6 +4,7 @@ import signal
 
 import numpy as np
 import pytest
+import stops
 
 from t5x_fwdloss.analysis import (
     HessianDiagonal,
@@ -14,7 +15,6 @@ from t5x_fwdloss.analysis import (
     LossComparison,
     preemption,
 )
-from t5x_fwdloss.analysis.progress import Progress
 
 from . import runs
 
@@ -28,21 +28,6 @@ MEASUREMENTS = [
     HessianDiagonal(num_probes=2, block_size=1),
     LossComparison(num_rounds=0),
 ]
-
-
-def signal_at(monkeypatch, step):
-    """Sends a real SIGTERM at one of the run's steps, counted over measurements."""
-    count = 0
-    original = Progress.update
-
-    def update(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count == step:
-            signal.raise_signal(signal.SIGTERM)
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(Progress, "update", update)
 
 
 def arrays(folder):
@@ -69,7 +54,7 @@ def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
     # sometimes as many as the comparison, which keeps nothing.
     for number in range(40):
         with monkeypatch.context() as patch:
-            signal_at(patch, 2 + number % 3)
+            stops.signal_at(2 + number % 3, patch.setattr)
             status = runs.run(tmp_path, measurements=MEASUREMENTS)
         assert signal.getsignal(signal.SIGTERM) == before
         if status == 0:

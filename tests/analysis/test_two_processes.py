@@ -26,7 +26,7 @@ def start_both(repository, folder, *argv):
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "tests.analysis.two_processes", str(folder)]
     environment = os.environ | {
-        "PYTHONPATH": str(repository),
+        "PYTHONPATH": f"{repository}{os.pathsep}{repository / 'tests'}",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2 "
         # Machine code need not be fast.
         "--xla_backend_optimization_level=0",

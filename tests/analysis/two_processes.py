@@ -8,22 +8,20 @@ two measurements only, and SIGTERM to the second process at that step (0: none).
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
 import re
-import signal
 import sys
 
 import jax
 import numpy as np
+import stops
 from jax._src import pjit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import optimizer
-from t5x_fwdloss.analysis.progress import Progress
 from t5x_fwdloss.curvature import amortized
 
 from . import toy
@@ -151,19 +149,6 @@ def watch():
     return found
 
 
-def signal_at(step):
-    """Sends this process a SIGTERM at one of its steps."""
-    steps = itertools.count(1)
-    original = Progress.update
-
-    def update(self, *args, **kwargs):
-        if next(steps) == step:
-            signal.raise_signal(signal.SIGTERM)
-        return original(self, *args, **kwargs)
-
-    Progress.update = update
-
-
 def main(output_dir, address=None, count="1", index="0", leave_at=None):
     """Joins the others, measures, prints."""
     mesh = None
@@ -179,7 +164,7 @@ def main(output_dir, address=None, count="1", index="0", leave_at=None):
     if leave_at is not None:
         measurements = [small("HessianEigenpairs"), small("HessianSpectralDensity")]
         if index == "1":
-            signal_at(int(leave_at))
+            stops.signal_at(int(leave_at))
     status = run(output_dir, mesh, measurements)
     sys.stdout.write("\n" + json.dumps({"one_by_one": found}) + "\n")
     return status

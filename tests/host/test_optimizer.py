@@ -8,26 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from moving_parameters import draw, wide
 
 pytestmark = pytest.mark.t5x
-
-SHAPES = {
-    "encoder": {"kernel": (6, 4), "square": (5, 5), "scale": (4,)},
-    "decoder": {"heads": (4, 2, 8), "embedding": (9, 4)},
-}
-
-
-def draw(seed):
-    rng = np.random.default_rng(seed)
-    is_shape = lambda node: isinstance(node, tuple)
-    tree = jax.tree.map(
-        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
-        SHAPES,
-        is_leaf=is_shape,
-    )
-    # A token that was never seen.
-    tree["decoder"]["embedding"] = tree["decoder"]["embedding"].at[3].set(0.0)
-    return tree
 
 
 def adafactor_of(**settings):
@@ -59,10 +42,6 @@ def after(definition, steps, rate=1e-3):
 
 def really(optimizer, gradient, rate=1.0):
     """What a small gradient moves the parameters by: central differences, float64."""
-    wide = lambda tree: jax.tree.map(
-        lambda x: x.astype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else x,
-        tree,
-    )
     size = 1e-7
     with jax.enable_x64(True):
         optimizer, gradient = wide(optimizer), wide(gradient)

@@ -1,9 +1,14 @@
-"""The cells of the table: which measurement, of which matrix, how; and the true matrix."""
+"""The cells of the table: which measurement, of which matrix, how; and the true matrix.
+
+Traces by group and diagonals have no group, damping or preconditioner: their classes do
+not accept them.
+"""
 
 import zlib
 
 import jax
 import numpy as np
+import pytest
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.curvature import probes
@@ -37,6 +42,9 @@ CLASSES = {
 }
 NUM_PROBES = {"trace": 5, "group_traces": 5, "diagonal": 5, "density": 3}
 NUM_STEPS, SKETCH_SIZE = 12, 3
+CONFIDENCE = 0.9  # of what is not left at the default
+# Of the products that are differentiated anew: plain, and all settings at once.
+FRESH_VARIANTS = ("whole", "all")
 # Relative positions that no token has leave it a null space; others have either sign.
 OF_SIGNS = "decoder/relpos_bias"
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
@@ -52,7 +60,7 @@ def matrices_of(quantity) -> list[str]:
     return [matrix for name, matrix in CLASSES if name == quantity]
 
 
-def traces(matrix):
+def traces(matrix, variants=VARIANTS):
     count = NUM_PROBES["trace"]
     found = [
         measurement(
@@ -62,26 +70,29 @@ def traces(matrix):
             size,
             num_probes=count,
             block_size=size,
-            confidence=0.9,
-            **settings,
+            confidence=CONFIDENCE,
+            **VARIANTS[variant],
         )
-        for variant, settings in VARIANTS.items()
+        for variant in variants
         for size in (1, 4)
     ]
     for estimator in ("hutch++", "xtrace"):
-        for variant in ("whole", "preconditioned"):
-            found.append(
-                measurement(
-                    "trace",
-                    matrix,
-                    variant,
-                    estimator.replace("+", "p"),
-                    estimator=estimator,
-                    num_probes=count,
-                    sketch_size=SKETCH_SIZE,
-                    **VARIANTS[variant],
+        for variant in variants:
+            for size in (1, 4) if variant == "whole" else (4,):
+                found.append(
+                    measurement(
+                        "trace",
+                        matrix,
+                        variant,
+                        size,
+                        estimator.replace("+", "p"),
+                        estimator=estimator,
+                        num_probes=count,
+                        block_size=size,
+                        sketch_size=SKETCH_SIZE,
+                        **VARIANTS[variant],
+                    )
                 )
-            )
     return found
 
 
@@ -95,7 +106,22 @@ def stacked(quantity, matrix):
     ]
 
 
-def eigenpairs(matrix):
+def group_traces(matrix):
+    """Traces by layer, and those of one group that is given."""
+    given = measurement(
+        "group_traces",
+        matrix,
+        4,
+        "given",
+        groups={GROUP: f"{GROUP}/.*"},
+        confidence=CONFIDENCE,
+        num_probes=NUM_PROBES["group_traces"],
+        block_size=4,
+    )
+    return [*stacked("group_traces", matrix), given]
+
+
+def eigenpairs(matrix, variants=VARIANTS):
     return [
         measurement(
             "eigenpairs",
@@ -105,13 +131,13 @@ def eigenpairs(matrix):
             num_smallest=int(matrix == "hessian"),
             tolerance=TOLERANCE,
             save_eigenvectors=variant == "whole",
-            **settings,
+            **VARIANTS[variant],
         )
-        for variant, settings in VARIANTS.items()
+        for variant in variants
     ]
 
 
-def densities(matrix):
+def densities(matrix, variants=VARIANTS):
     return [
         measurement(
             "density",
@@ -119,9 +145,9 @@ def densities(matrix):
             variant,
             num_probes=NUM_PROBES["density"],
             num_steps=NUM_STEPS,
-            **settings,
+            **VARIANTS[variant],
         )
-        for variant, settings in VARIANTS.items()
+        for variant in variants
     ]
 
 
@@ -135,17 +161,16 @@ def signs(matrix):
     )
 
 
-def all_of(matrix):
+def all_of(matrix, variants=VARIANTS):
     """Every measurement of one matrix that has a class."""
-    found = traces(matrix)
+    found = traces(matrix, variants)
     for quantity, make in (("eigenpairs", eigenpairs), ("density", densities)):
         if (quantity, matrix) in CLASSES:
-            found += make(matrix)
-    if ("density", matrix) in CLASSES:
-        found.append(signs(matrix))
-    for quantity in ("group_traces", "diagonal"):
-        if (quantity, matrix) in CLASSES:
-            found += stacked(quantity, matrix)
+            found += make(matrix, variants)
+    if ("group_traces", matrix) in CLASSES:
+        found += group_traces(matrix)
+    if ("diagonal", matrix) in CLASSES:
+        found += stacked("diagonal", matrix)
     return found
 
 
@@ -171,17 +196,37 @@ def directions():
 
 def kept_run():
     """Every cell, with all batches linearized."""
-    hessian, *others = dense.MATRICES
-    found = all_of(hessian) + directions()
-    return found + [x for matrix in others for x in all_of(matrix)]
+    found = []
+    for matrix in dense.MATRICES:
+        found += all_of(matrix)
+        if ("density", matrix) in CLASSES:
+            found.append(signs(matrix))
+        if matrix == "hessian":
+            found += directions()
+    return found
 
 
 def fresh_run():
-    """Every matrix with one and four vectors, differentiated anew in each product."""
-    found = []
-    for matrix in dense.MATRICES:
-        found += traces(matrix)[:2]
-    return found + eigenpairs("fisher")[:1] + stacked("diagonal", "hessian")
+    """Every class, plain and with all settings, each product differentiated anew."""
+    return [x for matrix in dense.MATRICES for x in all_of(matrix, FRESH_VARIANTS)]
+
+
+def table(quantity):
+    """Parametrizes a test over the cells of a quantity, in each run that has them."""
+    runs = {"kept": kept_run(), "fresh": fresh_run()}
+    pairs = [
+        (run, cell.name)
+        for run, measured in runs.items()
+        for cell in measured
+        if cell.name.startswith(f"{quantity}-")
+    ]
+    return pytest.mark.parametrize(("run", "name"), pairs, indirect=["run"])
+
+
+def parts(name):
+    """Quantity, matrix and the further labels of a cell."""
+    quantity, matrix, *labels = name.split("-")
+    return quantity, matrix, labels
 
 
 def preconditioner_root() -> np.ndarray:

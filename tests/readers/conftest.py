@@ -1,8 +1,20 @@
 """Two finished runs on the tiny T5, and what is true of it."""
 
+import pathlib
+
 import pytest
 
 from . import cells, dense, reading
+
+HERE = pathlib.Path(__file__).parent
+# The runs and the dense matrices count to the first test that asks for them.
+TIMEOUT = 900
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.timeout(TIMEOUT))
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +30,12 @@ def kept(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory):
-    """Some of them, with nothing kept between products."""
+    """Every class, with nothing kept between products."""
     path = tmp_path_factory.mktemp("fresh") / "run"
     return reading.run(path, cells.fresh_run(), memory_budget=0)
+
+
+@pytest.fixture
+def run(request):
+    """The run that `cells.table` names."""
+    return request.getfixturevalue(request.param)

@@ -79,7 +79,7 @@ def flat(tree) -> np.ndarray:
     return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(float)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Reference:
     """What is true of the tiny T5.
 

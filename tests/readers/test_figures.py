@@ -4,13 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from . import cells, dense
-from .test_numbers import names
-
-TRACES = [x for m in dense.MATRICES for x in names(cells.traces(m))]
-EIGENPAIRS = [
-    x for m in cells.matrices_of("eigenpairs") for x in names(cells.eigenpairs(m))
-]
+from . import cells
 
 
 def band(axis):
@@ -30,9 +24,9 @@ def line(axis, label):
     return found.get_data()
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_a_trace_plot_draws_the_reported_interval(kept, name):
-    entry, (axis,) = kept[name], kept.axes(name)
+@cells.table("trace")
+def test_a_trace_plot_draws_the_reported_interval(run, name):
+    entry, (axis,) = run[name], run.axes(name)
     number, samples = entry.number("trace"), entry.arrays["samples"]
     x, y = line(axis, "one probe")
     np.testing.assert_array_equal(x, np.arange(1, len(samples) + 1))
@@ -58,7 +52,7 @@ def test_a_trace_plot_draws_the_reported_interval(kept, name):
 def test_a_trace_plots_caption_names_its_estimator(kept):
     page = (kept.path / "report.html").read_text()
     count = dict.fromkeys(("Hutchinson's estimator", "Hutch++", "XTrace"), 0)
-    for name in TRACES:
+    for name in (x for x in kept.names if x.startswith("trace-")):
         how = kept[name].found["settings"]["estimator"]
         word = {"hutchinson": "Hutchinson's estimator", "hutch++": "Hutch++"}
         count[word.get(how, "XTrace")] += 1
@@ -66,9 +60,9 @@ def test_a_trace_plots_caption_names_its_estimator(kept):
         assert page.count(f"<figcaption>{word.replace(chr(39), '&#x27;')}:") == number
 
 
-@pytest.mark.parametrize("name", EIGENPAIRS)
-def test_an_eigenvalue_plot_draws_values_and_errors(kept, name):
-    entry, (axis,) = kept[name], kept.axes(name)
+@cells.table("eigenpairs")
+def test_an_eigenvalue_plot_draws_values_and_errors(run, name):
+    entry, (axis,) = run[name], run.axes(name)
     wanted = {
         label.replace("_", " "): number
         for label, number in entry.found["numbers"].items()
@@ -95,13 +89,13 @@ def test_an_eigenvalue_plot_draws_values_and_errors(kept, name):
     assert number["unit"] in axis.get_ylabel()
 
 
-@pytest.mark.parametrize("name", EIGENPAIRS)
-def test_a_convergence_plot_draws_the_history(kept, name):
-    entry = kept[name]
+@cells.table("eigenpairs")
+def test_a_convergence_plot_draws_the_history(run, name):
+    entry = run[name]
     history = entry.arrays["history"]
     if len(history) < 2:
         return
-    left, right = kept.axes(name, 1)
+    left, right = run.axes(name, 1)
     pairs = (history.shape[1] - 1) // 2
     for i in range(pairs):
         for axis, column in ((left, 1 + 2 * i), (right, 2 + 2 * i)):
@@ -123,11 +117,9 @@ def test_a_convergence_plot_draws_the_history(kept, name):
     np.testing.assert_allclose(last, found, rtol=1e-3, atol=1e-3 * np.abs(found).max())
 
 
-@pytest.mark.parametrize(
-    "name", [x for m in cells.matrices_of("density") for x in names(cells.densities(m))]
-)
-def test_a_density_plot_draws_the_smoothed_nodes(kept, name):
-    entry, panels = kept[name], kept.axes(name)
+@cells.table("density")
+def test_a_density_plot_draws_the_smoothed_nodes(run, name):
+    entry, panels = run[name], run.axes(name)
     nodes, weights = entry.arrays["nodes"], entry.arrays["weights"]
     count = len(nodes)
     quantile = scipy.stats.t.ppf(0.975, count - 1)
@@ -154,16 +146,9 @@ def test_a_density_plot_draws_the_smoothed_nodes(kept, name):
     assert "95% band" in [t.get_text() for t in panels[0].get_legend().get_texts()]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        x
-        for m in cells.matrices_of("group_traces")
-        for x in names(cells.stacked("group_traces", m))
-    ],
-)
-def test_a_plot_of_groups_draws_values_and_intervals(kept, name):
-    entry, (axis,) = kept[name], kept.axes(name)
+@cells.table("group_traces")
+def test_a_plot_of_groups_draws_values_and_intervals(run, name):
+    entry, (axis,) = run[name], run.axes(name)
     labels = [text.get_text() for text in axis.get_yticklabels()]
     middle = lambda bar: round(bar.get_y() + bar.get_height() / 2, 6)
     bars = {middle(bar): bar.get_width() for bar in axis.patches}

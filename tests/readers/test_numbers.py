@@ -15,6 +15,7 @@ from t5x_fwdloss.analysis import vector_store
 from t5x_fwdloss.curvature import probes
 
 from . import cells, dense, estimators
+from .cells import parts
 
 EPS = float(np.finfo(np.float32).eps)
 # Of products in float32 through the network, in units of the matrix's norm.
@@ -24,16 +25,6 @@ ROUNDING = 128 * EPS
 def rounding(matrix) -> float:
     """What float32 leaves of z^T A z, z of n signs, in the worst of many."""
     return ROUNDING * np.sqrt(len(matrix)) * np.linalg.norm(matrix)
-
-
-def names(measurements):
-    return [measurement.name for measurement in measurements]
-
-
-def parts(name):
-    """Quantity, matrix and the further labels of a cell."""
-    quantity, matrix, *labels = name.split("-")
-    return quantity, matrix, labels
 
 
 def check(number, value, error, interval, unit, count, tolerance):
@@ -55,26 +46,33 @@ def unit_of(variant):
 
 def estimate_of(name, matrix) -> estimators.Estimate:
     """What the trace estimator of a cell finds, by definition."""
-    _, _, (_, how) = parts(name)
+    _, _, (_, _, *how) = parts(name)
     numbers = range(cells.NUM_PROBES["trace"])
-    purpose, confidence = f"{name}/probes", 0.95
-    if how == "hutchpp":
+    purpose, default = f"{name}/probes", 0.95
+    if how == ["hutchpp"]:
         sketch = cells.draws(purpose, range(cells.SKETCH_SIZE), "normal", base=0)
         rest = cells.draws(purpose, numbers, base=1)
-        return estimators.hutchpp(matrix, sketch, rest, confidence)
-    if how == "xtrace":
+        return estimators.hutchpp(matrix, sketch, rest, default)
+    if how == ["xtrace"]:
         drawn = cells.draws(purpose, numbers, "normal")
-        return estimators.xtrace(matrix, drawn, confidence)
+        return estimators.xtrace(matrix, drawn, default)
     z = cells.draws(purpose, numbers)
-    return estimators.hutchinson(np.einsum("ij,ij->j", z, matrix @ z), 0.9)
+    return estimators.hutchinson(np.einsum("ij,ij->j", z, matrix @ z), cells.CONFIDENCE)
 
 
-def check_trace(entry, truth):
-    name = entry.found["name"]
-    _, matrix, (variant, _) = parts(name)
-    dense_matrix = cells.true_matrix(truth.matrices[matrix], variant)
-    expected, size = estimate_of(name, dense_matrix), cells.in_group(variant).sum()
-    tolerance, count = rounding(dense_matrix), len(expected.samples)
+@functools.cache
+def expected_trace(truth, name):
+    """The estimate, and what rounding may do to it."""
+    _, matrix, (variant, *_) = parts(name)
+    whole = cells.true_matrix(truth.matrices[matrix], variant)
+    return estimate_of(name, whole), rounding(whole)
+
+
+@cells.table("trace")
+def test_traces(run, truth, name):
+    entry, variant = run[name], parts(name)[2][0]
+    expected, tolerance = expected_trace(truth, name)
+    size, count = cells.in_group(variant).sum(), len(expected.samples)
     np.testing.assert_allclose(
         entry.arrays["samples"], expected.samples, atol=tolerance
     )
@@ -90,31 +88,23 @@ def check_trace(entry, truth):
         )
 
 
-KEPT_TRACES = [x for m in dense.MATRICES for x in names(cells.traces(m))]
-
-
-@pytest.mark.parametrize("name", KEPT_TRACES)
-def test_traces(kept, truth, name):
-    check_trace(kept[name], truth)
-
-
-@pytest.mark.parametrize(
-    "name", [x for x in names(cells.fresh_run()) if x.startswith("trace")]
-)
-def test_traces_without_kept_residuals(fresh, truth, name):
-    check_trace(fresh[name], truth)
-
-
-def check_eigenpairs(run, truth, name):
-    _, matrix, (variant,) = parts(name)
-    inside = cells.in_group(variant)
+@functools.cache
+def spectrum(truth, matrix, variant):
+    """The eigenvalues, and the cosine of each eigenvector with the gradient."""
+    inside, gradient = cells.in_group(variant), truth.gradient
     whole = cells.true_matrix(truth.matrices[matrix], variant)
     values, vectors = np.linalg.eigh(whole[np.ix_(inside, inside)])
-    entry, tolerance = run[name], ROUNDING * np.abs(values).max()
-    gradient = truth.gradient
     if "preconditioned" in cells.VARIANTS[variant]:
         gradient = cells.preconditioner_root() * gradient
-    cosines = vectors.T @ gradient[inside] / np.linalg.norm(gradient[inside])
+    chosen = gradient[inside]
+    return values, vectors.T @ chosen / np.linalg.norm(chosen)
+
+
+@cells.table("eigenpairs")
+def test_eigenpairs(run, truth, name):
+    _, matrix, (variant,) = parts(name)
+    values, cosines = spectrum(truth, matrix, variant)
+    entry, tolerance = run[name], ROUNDING * np.abs(values).max()
     ends = {"largest": (values[::-1], cosines[::-1]), "smallest": (values, cosines)}
     wanted = {"largest": 2, "smallest": int(matrix == "hessian")}
     places = [-1, -2, 0][: sum(wanted.values())]
@@ -149,19 +139,6 @@ def check_eigenpairs(run, truth, name):
     found = entry.arrays["gradient_cosines"]
     expected = [c for end, n in wanted.items() for c in ends[end][1][:n]]
     np.testing.assert_allclose(np.abs(found), np.abs(expected), atol=turn)
-    return entry, whole
-
-
-@pytest.mark.parametrize(
-    "name",
-    [x for m in cells.matrices_of("eigenpairs") for x in names(cells.eigenpairs(m))],
-)
-def test_eigenpairs(kept, truth, name):
-    check_eigenpairs(kept, truth, name)
-
-
-def test_eigenpairs_without_kept_residuals(fresh, truth):
-    check_eigenpairs(fresh, truth, "eigenpairs-fisher-whole")
 
 
 def saved_vectors(run, name, count):
@@ -172,11 +149,12 @@ def saved_vectors(run, name, count):
 
 
 @pytest.mark.parametrize("matrix", cells.matrices_of("eigenpairs"))
-def test_residuals_are_those_of_the_vectors_that_were_saved(kept, truth, matrix):
+@pytest.mark.parametrize("run", ["kept", "fresh"], indirect=True)
+def test_residuals_are_those_of_the_vectors_that_were_saved(run, truth, matrix):
     name = f"eigenpairs-{matrix}-whole"
-    entry, dense_matrix = kept[name], truth.matrices[matrix]
+    entry, dense_matrix = run[name], truth.matrices[matrix]
     values = entry.arrays["eigenvalues"]
-    vectors = saved_vectors(kept, name, len(values))
+    vectors = saved_vectors(run, name, len(values))
     residuals = np.linalg.norm(dense_matrix @ vectors - vectors * values, axis=0)
     tolerance = ROUNDING * np.abs(values).max()
     np.testing.assert_allclose(entry.arrays["residuals"], residuals, atol=tolerance)
@@ -191,13 +169,19 @@ def density_draws(name, variant):
     return z * cells.in_group(variant)[:, None]
 
 
-@pytest.mark.parametrize(
-    "name", [x for m in cells.matrices_of("density") for x in names(cells.densities(m))]
-)
-def test_densities(kept, truth, name):
+@functools.cache
+def density_quadratures(truth, name):
     _, matrix, (variant,) = parts(name)
     dense_matrix = cells.true_matrix(truth.matrices[matrix], variant)
-    entry, z = kept[name], density_draws(name, variant)
+    starts = density_draws(name, variant).T
+    return [estimators.quadrature(dense_matrix, z, cells.NUM_STEPS) for z in starts]
+
+
+@cells.table("density")
+def test_densities(run, truth, name):
+    _, matrix, (variant,) = parts(name)
+    dense_matrix = cells.true_matrix(truth.matrices[matrix], variant)
+    entry, z = run[name], density_draws(name, variant)
     size, count = cells.in_group(variant).sum(), z.shape[1]
     assert entry.arrays["dimension"] == size
     nodes, weights = entry.arrays["nodes"], entry.arrays["weights"]
@@ -232,10 +216,7 @@ def test_densities(kept, truth, name):
         count,
         ROUNDING * 2 * norm,
     )
-    quadratures = [
-        estimators.quadrature(dense_matrix, z[:, i], cells.NUM_STEPS)
-        for i in range(count)
-    ]
+    quadratures = density_quadratures(truth, name)
     check_signs(entry, quadratures)
     extremes = np.concatenate([nodes for nodes, _ in quadratures])
     for end, expected in (("largest", extremes.max()), ("smallest", extremes.min())):
@@ -268,22 +249,17 @@ def group_names():
     return list(dict.fromkeys("/".join(path.split("/")[:2]) for path in paths))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        x
-        for m in cells.matrices_of("group_traces")
-        for x in names(cells.stacked("group_traces", m))
-    ],
-)
-def test_traces_by_group(kept, truth, name):
+@cells.table("group_traces")
+def test_traces_by_group(run, truth, name):
     matrix = truth.matrices[parts(name)[1]]
-    entry, count = kept[name], cells.NUM_PROBES["group_traces"]
+    entry, count = run[name], cells.NUM_PROBES["group_traces"]
+    given = "given" in parts(name)[2]
+    confidence = cells.CONFIDENCE if given else 0.95
     z = cells.draws(f"{name}/probes", range(count))
     products, tolerance, unit = matrix @ z, rounding(matrix), unit_of("whole")
 
     def check_estimate(number, samples, size=1):
-        expected = estimators.hutchinson(samples)
+        expected = estimators.hutchinson(samples, confidence)
         check(
             number,
             expected.value / size,
@@ -301,7 +277,12 @@ def test_traces_by_group(kept, truth, name):
     tolerance_of_norm = ROUNDING * 2 * np.linalg.norm(matrix)
     number = entry.number("frobenius_norm")
     check(number, norm, error, None, unit, None, tolerance_of_norm)
-    for group in group_names():
+    wanted = [cells.GROUP] if given else group_names()
+    listed = [x for x in entry.found["numbers"] if x.endswith("/parameters")]
+    assert len(listed) == len(wanted)
+    left_out = [x for x in entry.found["notes"] if "do not add up to the whole" in x]
+    assert len(left_out) == given
+    for group in wanted:
         chosen, label = dense.group(group), group.replace("/", ".")
         samples = (z * products)[chosen].sum(axis=0)
         size = chosen.sum()
@@ -312,8 +293,9 @@ def test_traces_by_group(kept, truth, name):
         np.testing.assert_allclose(found, samples, atol=tolerance)
 
 
-def check_diagonal(entry, truth):
-    name = entry.found["name"]
+@cells.table("diagonal")
+def test_diagonals(run, truth, name):
+    entry = run[name]
     matrix, count = truth.matrices["hessian"], cells.NUM_PROBES["diagonal"]
     z = cells.draws(f"{name}/probes", range(count))
     samples = z * (matrix @ z)
@@ -365,12 +347,6 @@ def check_diagonal_signs(entry, label, mean, error, chosen, tolerance):
     ):
         found = entry.value(f"{label}/{sign}_fraction")
         assert found == pytest.approx(flags.mean(), abs=unsure + 1e-6)
-
-
-@pytest.mark.parametrize("name", names(cells.stacked("diagonal", "hessian")))
-def test_diagonals(kept, fresh, truth, name):
-    check_diagonal(kept[name], truth)
-    check_diagonal(fresh[name], truth)
 
 
 def test_products_are_kept_where_memory_allows(kept, fresh):

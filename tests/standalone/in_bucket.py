@@ -6,17 +6,15 @@ The checkpoint is copied there, or written there with `train`. Prints the exit s
 JSON: stopped, resumed, started once more, into LOCAL_DIR.
 """
 
-import itertools
 import json
 import pathlib
-import signal
 import sys
 
 import optax
+import stops
 from etils import epath
 
 from t5x_fwdloss import analysis, tasks
-from t5x_fwdloss.analysis.progress import Progress
 from t5x_fwdloss.standalone import analyze, data, train
 
 from . import subjects
@@ -33,19 +31,6 @@ MEASUREMENTS = [
     ),
     analysis.HessianDiagonal(num_probes=2, block_size=1),
 ]
-
-
-def signal_at(step):
-    """Sends this process one SIGTERM, at one of its steps."""
-    steps = itertools.count(1)
-    original = Progress.update
-
-    def update(self, *args, **kwargs):
-        if next(steps) == step:
-            signal.raise_signal(signal.SIGTERM)
-        return original(self, *args, **kwargs)
-
-    Progress.update = update
 
 
 def copy(source, target):
@@ -89,7 +74,7 @@ def main(folder, local, how="copy"):
             config_text="# gin",
         )
 
-    signal_at(2)
+    stops.signal_at(2)
     places = [f"{folder}/analysis"] * 3 + [local]
     statuses = [measure(place) for place in places]
     sys.stdout.write("\n" + json.dumps(statuses) + "\n")

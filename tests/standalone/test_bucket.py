@@ -35,7 +35,9 @@ def ended(repository, tmp_path_factory):
         done = subprocess.run(
             [*PROGRAM, "gs://bucket/run", str(local)],
             cwd=here,
-            env=os.environ | running.environment | {"PYTHONPATH": str(repository)},
+            env=os.environ
+            | running.environment
+            | {"PYTHONPATH": f"{repository}{os.pathsep}{repository / 'tests'}"},
             capture_output=True,
             text=True,
             timeout=800,
