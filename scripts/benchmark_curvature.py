@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from t5x_fwdloss import curvature, losses
-from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.standalone.model import StandaloneModel
 from t5x_fwdloss.standalone.network import T5Config, Transformer
 

@@ -26,8 +26,8 @@ import gin
 import jax
 import seqio
 
-from t5x_fwdloss import analysis, loss_mixin, losses, models
-from t5x_fwdloss.analysis import preemption, progress
+from t5x_fwdloss import analysis, loss_mixin, losses, models, progress
+from t5x_fwdloss.analysis import preemption
 
 # isort: split
 # After `models`, which says in a sentence what is missing where T5X is.
@@ -38,14 +38,9 @@ from t5x import models as t5x_models
 
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.host import (
-    checkpoint,
-    dataset,
-    exit_status,
-    gin_sentences,
-    initialization,
-)
-from t5x_fwdloss.host import optimizer as host_optimizer
+from t5x_fwdloss.command_line import exit_status, gin_sentences, initialization
+from t5x_fwdloss.t5x_host import checkpoint, dataset
+from t5x_fwdloss.t5x_host import optimizer as host_optimizer
 
 # Arguments whose macros are not their names in capitals.
 MACROS = {"output_dir": "ANALYSIS_OUTPUT_DIR"}
@@ -288,7 +283,7 @@ if __name__ == "__main__":
     import tensorflow as tf
     from absl import app, flags
 
-    from t5x_fwdloss.standalone import command_line
+    from t5x_fwdloss.command_line import arguments
 
     FLAGS = flags.FLAGS
     flags.DEFINE_multi_string(
@@ -335,7 +330,7 @@ if __name__ == "__main__":
         return attempt(FLAGS)
 
     try:
-        command_line.rewrite_gin_flags(sys.argv)
+        arguments.rewrite_gin_flags(sys.argv)
     except ValueError as error:
         sys.exit(f"t5x_fwdloss.analyze: {error}")
     jax.config.parse_flags_with_absl()

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from t5x_fwdloss import losses
+from t5x_fwdloss.argmax_logits import PredictedClasses, refusing_arrays
 from t5x_fwdloss.head_capture import capture_head
-from t5x_fwdloss.predicted_classes import PredictedClasses, refusing_arrays
 
 Batch = Mapping[str, Any]
 

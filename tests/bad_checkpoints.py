@@ -24,13 +24,14 @@ from analysis import runs, toy
 from analysis.test_killed_anywhere import DenseContext
 from hypothesis import strategies as st
 
-from t5x_fwdloss.analysis import preflight, report
 from t5x_fwdloss.analysis.measurements import Context, HessianTrace
-from t5x_fwdloss.host.exit_status import exit_status
+from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis.report import page
+from t5x_fwdloss.command_line.exit_status import exit_status
 from t5x_fwdloss.standalone import checkpoints
 
 preflight.check_objective = lambda *_, **__: []
-report.render = lambda *_: "the page"
+page.render = lambda *_: "the page"
 Context.product = DenseContext.product
 OPTIMIZER = optax.adam(0.1)
 
@@ -64,7 +65,7 @@ class T5X:
         from t5x_models import subjects
         from t5x_models.test_networks import t5
 
-        from t5x_fwdloss.host import checkpoint
+        from t5x_fwdloss.t5x_host import checkpoint
 
         features = subjects.batch("encoder_decoder")
         model = subjects.ours("encoder_decoder", "custom_jvp", t5())

@@ -114,14 +114,15 @@ texts = st.one_of(
 
 def standalone():
     """The standalone host: its command, files, and the parameters of its model."""
-    from t5x_fwdloss.standalone import analyze, command_line, network
+    from t5x_fwdloss.command_line import arguments
+    from t5x_fwdloss.standalone import analyze, network
 
     # The run file imports __main__, which is the script when that runs.
     sys.modules["__main__"].analyze = analyze.analyze
     configs = "t5x_fwdloss/configs/standalone"
 
     def attempt(flags):
-        return command_line.attempt(
+        return arguments.attempt(
             analyze.analyze, flags, analyze.RUN_FILE, analyze.REQUIRED_MACROS
         )
 

@@ -3,7 +3,7 @@
 import itertools
 import signal
 
-from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.progress import Progress
 
 
 def signal_at(step, setattr=setattr):

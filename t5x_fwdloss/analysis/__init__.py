@@ -1,7 +1,6 @@
 """One analysis run: an objective, a list of measurements, a folder of results."""
 
 from t5x_fwdloss.analysis import measurements as measurements
-from t5x_fwdloss.analysis.finite import NonFiniteLossError as NonFiniteLossError
 from t5x_fwdloss.analysis.measurements import (
     DirectionalDerivatives as DirectionalDerivatives,
 )
@@ -29,8 +28,11 @@ from t5x_fwdloss.analysis.measurements import (
 from t5x_fwdloss.analysis.measurements import HessianTrace as HessianTrace
 from t5x_fwdloss.analysis.measurements import LossComparison as LossComparison
 from t5x_fwdloss.analysis.measurements import SampledFisherTrace as SampledFisherTrace
-from t5x_fwdloss.analysis.objective import Objective as Objective
-from t5x_fwdloss.analysis.objective import Precision as Precision
-from t5x_fwdloss.analysis.preflight import PreflightError as PreflightError
+from t5x_fwdloss.analysis.objective.finite import (
+    NonFiniteLossError as NonFiniteLossError,
+)
+from t5x_fwdloss.analysis.objective.function import Objective as Objective
+from t5x_fwdloss.analysis.objective.function import Precision as Precision
+from t5x_fwdloss.analysis.objective.preflight import PreflightError as PreflightError
 from t5x_fwdloss.analysis.run import HostInfo as HostInfo
 from t5x_fwdloss.analysis.run import run_analysis as run_analysis

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import preflight, settings
-from t5x_fwdloss.curvature import groups
+from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.curvature.vectors import groups
 
 MAX_NAME = 100
 # What lies beside the files that are named after measurements.

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature import preconditioning, trees
+from t5x_fwdloss.curvature.vectors import preconditioning, trees
 
 LearningRate = float | Callable[[int], Any]
 

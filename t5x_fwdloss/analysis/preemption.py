@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from t5x_fwdloss.analysis import agreement
+from t5x_fwdloss.analysis.store import multihost
 
 # What a shell says of a process that SIGTERM ended: 128 + 15.
 STATUS = 143
@@ -49,4 +49,4 @@ def listening() -> Iterator[None]:
 
 def told() -> bool:
     """Whether some process got SIGTERM; asked by every process at the same step."""
-    return agreement.any_process(_signaled.is_set())
+    return multihost.any_process(_signaled.is_set())

@@ -16,34 +16,26 @@ import jax
 from absl import logging
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import (
-    environment,
-    events,
-    files,
-    identity,
-    measurement_list,
-    model_facts,
-    parameters,
-    preemption,
-    preflight,
-    programs,
-    progress,
-    report,
-)
+from t5x_fwdloss import progress
+from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
-from t5x_fwdloss.analysis.checksum import checksum
-from t5x_fwdloss.analysis.finite import (
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement
+from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
+from t5x_fwdloss.analysis.objective import parameters, preflight, programs
+from t5x_fwdloss.analysis.objective.finite import (
     NegativeCurvatureError,
     NonFiniteLossError,
     check_finite,
 )
-from t5x_fwdloss.analysis.folder import RunFolder
-from t5x_fwdloss.analysis.measurements.context import Context, Measurement
-from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
-from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
-from t5x_fwdloss.analysis.table import print_line, print_table
-from t5x_fwdloss.curvature import NonFiniteError, trees
+from t5x_fwdloss.analysis.report import environment, events, model_facts, page
+from t5x_fwdloss.analysis.report.terminal import print_line, print_table
+from t5x_fwdloss.analysis.store import files, identity
+from t5x_fwdloss.analysis.store.checksum import checksum
+from t5x_fwdloss.analysis.store.folder import RunFolder
+from t5x_fwdloss.curvature import NonFiniteError
+from t5x_fwdloss.curvature.vectors import trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,8 +312,8 @@ def _finish(folder, document, outcomes, host) -> int:
     results = [x for x in outcomes if isinstance(x, MeasurementResult)]
     failures = [x for x in outcomes if isinstance(x, Failure)]
     if host.primary:
-        page = report.render(document, results)
-        other = {"report.html": page.encode(), "config.gin": host.config_text.encode()}
+        text = page.render(document, results)
+        other = {"report.html": text.encode(), "config.gin": host.config_text.encode()}
         events.write(folder.path, results, host.step or 0)
         folder.complete(document, other)
         print_table(document, results, folder.path / "report.html")

@@ -12,8 +12,10 @@ from t5x_fwdloss.losses.implementations import (
     cross_entropy_with_logits,
 )
 from t5x_fwdloss.losses.logit_hessian import logit_hessian_product, row_inners
-from t5x_fwdloss.losses.scores import weighted_token_cross_entropy
-from t5x_fwdloss.losses.weighted import compute_weighted_cross_entropy
+from t5x_fwdloss.losses.weighted import (
+    compute_weighted_cross_entropy,
+    weighted_token_cross_entropy,
+)
 from t5x_fwdloss.losses.weighting import get_loss_normalizing_factor_and_weights
 
 __all__ = [

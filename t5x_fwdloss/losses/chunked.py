@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.axis_types import vary_alike
 from t5x_fwdloss.losses.head_terms import (
     HeadSettings,
     head_logits,
@@ -20,6 +19,7 @@ from t5x_fwdloss.losses.head_terms import (
 )
 from t5x_fwdloss.losses.implementations import check_loss_settings
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
+from t5x_fwdloss.losses.primitives.axis_types import vary_alike
 from t5x_fwdloss.losses.targets import (
     class_indices,
     entropy_of_targets,

@@ -20,19 +20,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import (
     accumulation_dtype,
     probabilities,
     shifted_log_sum,
 )
+from t5x_fwdloss.losses.primitives.axis_types import laid_out_like
+from t5x_fwdloss.losses.primitives.token_map import token_map
 from t5x_fwdloss.losses.targets import (
     cleared,
     label_mask,
     on_and_off_values,
     with_void,
 )
-from t5x_fwdloss.losses.token_map import token_map
 
 
 def token_cross_entropy(

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Integer
 
-from t5x_fwdloss.losses.axis_types import have_axis_types
 from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
-from t5x_fwdloss.losses.linear_pair import LinearPair
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
+from t5x_fwdloss.losses.primitives.axis_types import have_axis_types
+from t5x_fwdloss.losses.primitives.linear_pair import LinearPair
 from t5x_fwdloss.losses.targets import cleared, label_mask, on_and_off_values
 
 

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, ScalarLike
 
 from t5x_fwdloss.losses import autodiff, custom_jvp, custom_vjp
-from t5x_fwdloss.losses.axis_types import laid_out_like, vary_alike
+from t5x_fwdloss.losses.primitives.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.weighting import as_number, check_loss_normalizing_factor
 
 IMPLEMENTATIONS: Mapping[str, Callable] = {

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from t5x_fwdloss.losses.axis_types import laid_out_like
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
+from t5x_fwdloss.losses.primitives.axis_types import laid_out_like
 
 
 def on_and_off_values(label_smoothing: float, vocab_size: int) -> tuple[float, float]:

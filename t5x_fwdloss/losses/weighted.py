@@ -6,9 +6,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
 from t5x_fwdloss.losses.implementations import IMPLEMENTATIONS, check_loss_settings
+from t5x_fwdloss.losses.primitives.axis_types import laid_out_like, vary_alike
 from t5x_fwdloss.losses.targets import (
     class_indices,
     dense_targets,
@@ -190,3 +190,28 @@ def _is_at_hand(array):
     if isinstance(array, Tracer):
         return False
     return getattr(array, "is_fully_addressable", True)
+
+
+def weighted_token_cross_entropy(
+    logits: Float[Array, "*batch vocab"],
+    targets: Shaped[Array | np.ndarray, "*batch"],
+    weights: Shaped[Array | np.ndarray, "*batch"] | None = None,
+    *,
+    impl: str = "custom_vjp",
+) -> Float[Array, "*batch"]:
+    r"""$w_i (\log Z_i - z_{i, y_i})$ of each token; its negative sum is the score.
+
+    Args:
+        logits: unnormalized log-probabilities.
+        targets: class numbers; zero for a label outside the vocabulary.
+        weights: weight of each token; None for one everywhere.
+        impl: a key of `IMPLEMENTATIONS`.
+
+    Settings, shapes and dtypes that do not fit raise ValueError before anything runs.
+    """
+    check_loss_settings(impl)
+    check_token_arrays(logits.shape[:-1], targets, weights)
+    is_void = void_tokens(logits, weights, impl)
+    labels = class_indices(targets)
+    loss, z_term = token_losses(logits, labels, 0.0, 0.0, impl, is_void)
+    return weigh(loss, z_term, weights, None, is_void)[0]

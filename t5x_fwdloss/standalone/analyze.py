@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import optax
 
-from t5x_fwdloss import analysis
-from t5x_fwdloss.analysis import measurement_list, progress, settings
+from t5x_fwdloss import analysis, progress
+from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.host import initialization
+from t5x_fwdloss.command_line import initialization
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -153,6 +153,6 @@ def _check_optimizer(optimizer, measurements) -> None:
 
 
 if __name__ == "__main__":
-    from t5x_fwdloss.standalone import command_line
+    from t5x_fwdloss.command_line import arguments
 
-    command_line.run(analyze, RUN_FILE, REQUIRED_MACROS)
+    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS)

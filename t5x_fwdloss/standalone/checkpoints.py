@@ -17,7 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from t5x_fwdloss.analysis import files, parameters
+from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.analysis.store import files
 
 PREFIX = "checkpoint"
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax is writing

@@ -13,7 +13,7 @@ import numpy as np
 import seqio
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.host import seqio_sentences
+from t5x_fwdloss.command_line import seqio_sentences
 
 Batch = dict[str, np.ndarray]
 

@@ -19,10 +19,12 @@ import optax
 from absl import logging
 from clu import metric_writers
 
-from t5x_fwdloss.analysis import files, lock, programs, settings
-from t5x_fwdloss.analysis.finite import NonFiniteLossError
-from t5x_fwdloss.analysis.progress import Progress
-from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.analysis.objective import programs
+from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.store import files, lock
+from t5x_fwdloss.curvature.vectors import probes, trees
+from t5x_fwdloss.progress import Progress
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
 
@@ -224,6 +226,6 @@ def _report(writer, step, found) -> None:
 
 
 if __name__ == "__main__":
-    from t5x_fwdloss.standalone import command_line
+    from t5x_fwdloss.command_line import arguments
 
-    command_line.run(train, RUN_FILE, REQUIRED_MACROS)
+    arguments.run(train, RUN_FILE, REQUIRED_MACROS)

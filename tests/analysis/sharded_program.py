@@ -10,8 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, checksum
+from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace
 from t5x_fwdloss.analysis.measurements import Context
+from t5x_fwdloss.analysis.store import checksum
 
 from . import runs, toy
 

@@ -13,15 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import (
-    HessianTrace,
+from t5x_fwdloss.analysis import HessianTrace, measurement_list, optimizer
+from t5x_fwdloss.analysis.store import (
     files,
     folder,
-    lanczos_state,
     lock,
-    measurement_list,
-    optimizer,
     records,
+    saved_state,
     vector_store,
 )
 
@@ -250,7 +248,7 @@ def test_a_flipped_bit_in_a_saved_vector_is_found(tmp_path):
             assert like["a"].shape == arrays["vectors"][0]["a"].shape
             return arrays["vectors"]
 
-    saved = lanczos_state.LanczosState(files.user_path(tmp_path), is_primary=True)
+    saved = saved_state.SavedState(files.user_path(tmp_path), is_primary=True)
     saved.save(State(), 0)
     like = State().arrays()["vectors"][0]
     assert (saved.restore(like, State)[0]["a"] == like["a"]).all()
@@ -310,7 +308,7 @@ def test_a_home_folder_is_expanded(monkeypatch, tmp_path):
 HOLD = """
 import sys, time
 from etils import epath
-from t5x_fwdloss.analysis import lock
+from t5x_fwdloss.analysis.store import lock
 with lock.held(epath.Path(sys.argv[1]) / "lock", sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss.analysis import HessianTrace
-from t5x_fwdloss.curvature import folding
+from t5x_fwdloss.curvature.products import folding
 
 from . import runs
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import checksum, identity
+from t5x_fwdloss.analysis.store import checksum, identity
 
 from . import runs, toy
 

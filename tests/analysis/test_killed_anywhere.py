@@ -14,13 +14,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from t5x_fwdloss.analysis import (
-    files,
-    lanczos_state,
-    preflight,
-    report,
-    vector_store,
-)
 from t5x_fwdloss.analysis.measurements import (
     Context,
     HessianDiagonal,
@@ -31,6 +24,9 @@ from t5x_fwdloss.analysis.measurements import (
     SampledFisherTrace,
 )
 from t5x_fwdloss.analysis.numbers import result_to_json
+from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis.report import page
+from t5x_fwdloss.analysis.store import files, saved_state, vector_store
 
 from . import runs, toy
 
@@ -188,7 +184,7 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
 ):
     """The folder alone: what is measured and drawn is tested elsewhere."""
     monkeypatch.setattr(preflight, "check_objective", lambda *_, **__: [])
-    monkeypatch.setattr(report, "render", lambda *_: "the page")
+    monkeypatch.setattr(page, "render", lambda *_: "the page")
     listed = [HessianTrace(num_probes=2, block_size=2)]
     monkeypatch.setattr(Context, "product", DenseContext.product)
 
@@ -226,6 +222,6 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
 def test_vectors_that_the_saved_state_does_not_name_are_removed(tmp_path):
     path = epath.Path(tmp_path)
     vector_store.save(path / "vector_3_0", {"a": jnp.ones(2)})
-    saved = lanczos_state.LanczosState(path, is_primary=True)
+    saved = saved_state.SavedState(path, is_primary=True)
     assert saved.restore({"a": jnp.ones(2)}, object) is None
     assert not list(path.iterdir())

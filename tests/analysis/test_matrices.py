@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import NonFiniteLossError, Objective, matrices
-from t5x_fwdloss.analysis.token_loss import TokenLoss
+from t5x_fwdloss.analysis import NonFiniteLossError, Objective
+from t5x_fwdloss.analysis.objective import matrices
+from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
 
 from . import toy
 

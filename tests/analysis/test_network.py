@@ -6,13 +6,9 @@ import pytest
 from etils import epath
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import (
-    HessianEigenpairs,
-    HessianTrace,
-    Objective,
-    preflight,
-)
+from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, Objective
 from t5x_fwdloss.analysis.measurements import Context
+from t5x_fwdloss.analysis.objective import preflight
 
 from . import tiny_t5
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import Objective, batches
-from t5x_fwdloss.analysis.finite import NonFiniteLossError
-from t5x_fwdloss.analysis.normalization import Normalizer
+from t5x_fwdloss.analysis import Objective
+from t5x_fwdloss.analysis.objective import batches
+from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.objective.normalization import Normalizer
 
 from . import toy
 

@@ -13,12 +13,12 @@ from t5x_fwdloss.analysis import (
     HessianEigenpairs,
     HessianSpectralDensity,
     HessianTrace,
-    lanczos_state,
     measurement_list,
 )
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.store import saved_state
 
 from . import runs, toy
 
@@ -170,7 +170,7 @@ def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estima
     )
     expected = measurement.run(context)
     context.state_path(measurement.name).rmtree()
-    save, calls = lanczos_state.LanczosState.save, []
+    save, calls = saved_state.SavedState.save, []
     bars = []
 
     def progress(*args):
@@ -185,7 +185,7 @@ def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estima
         if len(calls) in (1, 2, 4):
             raise Killed
 
-    monkeypatch.setattr(lanczos_state.LanczosState, "save", save_and_die)
+    monkeypatch.setattr(saved_state.SavedState, "save", save_and_die)
     for _ in range(4):
         try:
             found = measurement.run(context)
@@ -243,7 +243,7 @@ def test_normalized_random_directions_have_the_parameters_norms(
         random_normalization=normalization,
     )
     lines.validate(context)
-    from t5x_fwdloss.curvature import probes
+    from t5x_fwdloss.curvature.vectors import probes
 
     key = context.key("directional_derivatives/random")
     drawn = probes.random_like(probes.probe_key(key, 0), context.params, "normal")

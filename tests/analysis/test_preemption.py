@@ -73,7 +73,7 @@ def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
 def test_without_a_signal_nothing_is_saved_that_is_not_due(tmp_path, monkeypatch):
     saved = []
     monkeypatch.setattr(
-        "t5x_fwdloss.analysis.lanczos_state.LanczosState.save",
+        "t5x_fwdloss.analysis.store.saved_state.SavedState.save",
         lambda *args: saved.append(args),
     )
     runs.run(tmp_path, measurements=MEASUREMENTS[:1])

@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import (
-    HessianTrace,
-    Objective,
-    PreflightError,
-    preflight,
-)
-from t5x_fwdloss.analysis.normalization import Normalizer
+from t5x_fwdloss.analysis import HessianTrace, Objective, PreflightError
+from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis.objective.normalization import Normalizer
 
 from . import runs, toy
 

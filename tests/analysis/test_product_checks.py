@@ -17,7 +17,7 @@ from t5x_fwdloss.analysis import (
     PreflightError,
     SampledFisherTrace,
 )
-from t5x_fwdloss.analysis.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
 
 from . import runs, toy
 

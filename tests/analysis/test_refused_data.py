@@ -15,12 +15,12 @@ from t5x_fwdloss.analysis import (
     HessianGroupTraces,
     HessianTrace,
     Objective,
-    preflight,
-    table,
 )
-from t5x_fwdloss.analysis.finite import NonFiniteLossError
-from t5x_fwdloss.analysis.token_loss import TokenLoss
-from t5x_fwdloss.curvature import groups
+from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
+from t5x_fwdloss.analysis.report import terminal
+from t5x_fwdloss.curvature.vectors import groups
 
 from . import runs, toy
 
@@ -218,10 +218,10 @@ def test_a_pattern_that_is_none_is_refused_in_every_measurement(tmp_path):
 
 def test_an_ascii_terminal_gets_signs_that_it_has():
     raw = io.BytesIO()
-    with io.TextIOWrapper(raw, encoding="ascii") as terminal:
-        table.print_line(
-            "3.5 \N{PLUS-MINUS SIGN} 0.1 nat per θ², \N{EN DASH} é", terminal
+    with io.TextIOWrapper(raw, encoding="ascii") as stream:
+        terminal.print_line(
+            "3.5 \N{PLUS-MINUS SIGN} 0.1 nat per θ², \N{EN DASH} é", stream
         )
-        terminal.flush()
+        stream.flush()
         assert raw.getvalue() == b"3.5 +- 0.1 nat per theta^2, - \\xe9\n"
-    assert table.encodable("\N{PLUS-MINUS SIGN}", "utf-8") == "\N{PLUS-MINUS SIGN}"
+    assert terminal.encodable("\N{PLUS-MINUS SIGN}", "utf-8") == "\N{PLUS-MINUS SIGN}"

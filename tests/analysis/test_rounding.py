@@ -20,10 +20,10 @@ from t5x_fwdloss.analysis import (
     Objective,
     run_analysis,
 )
-from t5x_fwdloss.analysis.linear_product import LinearProduct
+from t5x_fwdloss.analysis.measurements.rounding import FACTOR, Rounding, setting_of
 from t5x_fwdloss.analysis.numbers import EXACT, STANDARD_ERROR, Number, with_rounding
-from t5x_fwdloss.analysis.rounding import FACTOR, Rounding, setting_of
-from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.standalone.model import StandaloneModel
 from t5x_fwdloss.standalone.network import Transformer
 
@@ -216,7 +216,7 @@ gin.parse_config("from __gin__ import dynamic_registration\\nfrom {0} import net
                  "network.T5Config.vocab_size = 8\\nnetwork.T5Config.dtype = 'bfloat16'")
 import {0}.network as network
 from types import SimpleNamespace
-from t5x_fwdloss.analysis.rounding import setting_of
+from t5x_fwdloss.analysis.measurements.rounding import setting_of
 build = lambda: gin.get_configurable(network.Transformer)()
 flag = setting_of(SimpleNamespace(module=build()))
 gin.parse_config(flag.removeprefix("--gin.").replace('"', ""))

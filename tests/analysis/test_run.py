@@ -18,10 +18,9 @@ from t5x_fwdloss.analysis import (
     HessianTrace,
     Objective,
     PreflightError,
-    files,
-    lanczos_state,
 )
-from t5x_fwdloss.analysis.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.store import files, saved_state
 
 from . import runs, toy
 
@@ -172,7 +171,7 @@ class Killed(BaseException):
 def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
     finished_run, tmp_path, monkeypatch
 ):
-    save = lanczos_state.LanczosState.save
+    save = saved_state.SavedState.save
 
     def save_and_die(self, state, generation):
         save(self, state, generation)
@@ -180,7 +179,7 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
 
     for _ in range(2):  # at the first saved state, and at the second
         with monkeypatch.context() as patch:
-            patch.setattr(lanczos_state.LanczosState, "save", save_and_die)
+            patch.setattr(saved_state.SavedState, "save", save_and_die)
             with pytest.raises(Killed):
                 runs.run(tmp_path)
         assert not (tmp_path / "results.json").exists()
@@ -229,16 +228,16 @@ def test_a_run_killed_among_the_probes_ends_with_the_same_numbers(
 
 STOPPED_RUN = """
 import os, signal, sys
-from t5x_fwdloss.analysis import lanczos_state
-from t5x_fwdloss.host.exit_status import exit_status
+from t5x_fwdloss.analysis.store import saved_state
+from t5x_fwdloss.command_line.exit_status import exit_status
 from tests.analysis import runs
 # A shell that starts the tests in the background has it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-save = lanczos_state.LanczosState.save
+save = saved_state.SavedState.save
 def save_and_stop(self, state, generation):
     save(self, state, generation)
     os.kill(os.getpid(), int(sys.argv[2]))
-lanczos_state.LanczosState.save = save_and_stop
+saved_state.SavedState.save = save_and_stop
 command = lambda: runs.run(sys.argv[1])
 sys.exit(exit_status("analyze", lambda: command, command))
 """

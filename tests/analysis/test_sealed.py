@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianTrace, files, records, vector_store
+from t5x_fwdloss.analysis import HessianTrace
+from t5x_fwdloss.analysis.store import files, records, vector_store
 
 from . import runs
 

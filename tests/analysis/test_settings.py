@@ -20,10 +20,10 @@ from t5x_fwdloss.analysis import (
     HessianGroupTraces,
     HessianTrace,
     LossComparison,
-    preflight,
     settings,
 )
 from t5x_fwdloss.analysis import measurements as measurements_lib
+from t5x_fwdloss.analysis.objective import preflight
 
 from . import runs
 

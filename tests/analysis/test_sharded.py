@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from t5x_fwdloss.analysis import checksum
+from t5x_fwdloss.analysis.store import checksum
 
 from . import runs, sharded_program
 

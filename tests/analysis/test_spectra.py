@@ -16,11 +16,11 @@ from t5x_fwdloss.analysis import (
     HessianSpectralDensity,
     LossComparison,
     Objective,
-    lanczos_state,
     settings,
 )
 from t5x_fwdloss.analysis.measurements import Context
-from t5x_fwdloss.analysis.whole_spectrum_plots import spectral_samples
+from t5x_fwdloss.analysis.report.whole_spectrum_plots import spectral_samples
+from t5x_fwdloss.analysis.store import saved_state
 
 from . import runs, tiny_t5, toy
 
@@ -59,7 +59,7 @@ def test_a_full_krylov_space_gives_the_moments_of_each_probe(context, dense):
     found = HessianSpectralDensity(num_probes=3, num_steps=SIZE).run(context)
     samples = spectral_samples(found)
     key = context.key("hessian_spectral_density/probes")
-    from t5x_fwdloss.curvature import probes
+    from t5x_fwdloss.curvature.vectors import probes
 
     for i in range(3):
         probe = probes.random_like(probes.probe_key(key, i), context.params)
@@ -142,11 +142,11 @@ class Killed(BaseException):
     [
         (
             HessianSpectralDensity(num_probes=2, num_steps=6, save_every=4),
-            (lanczos_state.LanczosState, "save"),
+            (saved_state.SavedState, "save"),
         ),
         (
             HessianDiagonal(num_probes=6, block_size=2),
-            (lanczos_state.LanczosState, "save"),
+            (saved_state.SavedState, "save"),
         ),
     ],
     ids=["density", "diagonal"],

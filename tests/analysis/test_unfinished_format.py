@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.analysis import folder, lanczos_state, records
+from t5x_fwdloss.analysis.store import folder, records, saved_state
 
 from . import runs
 
@@ -77,7 +77,7 @@ def test_a_run_that_another_version_left_unfinished_is_refused_and_kept(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(lanczos_state.LanczosState, "save", die)
+        patch.setattr(saved_state.SavedState, "save", die)
         with pytest.raises(Killed):
             runs.run(tmp_path)
     claim = tmp_path / "unfinished" / "run.json"

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import optimizer
-from t5x_fwdloss.curvature import amortized
+from t5x_fwdloss.curvature.products import linearized
 
 from . import toy
 
@@ -158,7 +158,7 @@ def main(output_dir, address=None, count="1", index="0", leave_at=None):
         mesh = Mesh(devices, ("data", "model"))
     if index == "1":
         # Enough for some batches: what is kept must be agreed.
-        amortized.free_bytes = lambda: LITTLE_MEMORY
+        linearized.free_bytes = lambda: LITTLE_MEMORY
     found = watch()
     measurements = None
     if leave_at is not None:

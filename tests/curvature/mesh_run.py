@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import joined_products
+from t5x_fwdloss.curvature.products import joined_products
 
 SHAPES = {
     "decoder/mlp/wi/kernel": ((32, 64), ("data", "model")),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import amortized
+from t5x_fwdloss.curvature.products import linearized
 
 from . import problems
 
@@ -115,4 +115,4 @@ def test_no_batches_are_refused():
 
 
 def test_free_memory_is_a_number_of_bytes():
-    assert 2**20 < amortized.free_bytes() < 2**50
+    assert 2**20 < linearized.free_bytes() < 2**50

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.curvature import folding
+from t5x_fwdloss.curvature.products import folding
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 4, 8, 2
 

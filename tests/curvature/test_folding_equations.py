@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import amortized, folding
+from t5x_fwdloss.curvature.products import folding, linearized
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -123,7 +123,7 @@ def test_single_and_stacked_products_are_the_plain_ones(name):
         for v, many, one in zip(curvature.unstack(vs), found, expected, strict=True):
             assert_trees_agree(product(v), one)
             assert_trees_agree(many, one)
-        assert product.folding == amortized.FOLDED
+        assert product.folding == linearized.FOLDED
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -208,7 +208,7 @@ def test_an_error_of_the_loss_itself_is_raised_and_not_blamed_on_folding(caplog)
     )
     with pytest.raises(ValueError, match="at w it has"):
         product({"w": jnp.ones((2, 2)), "b": jnp.ones(3)})
-    assert product.folding == amortized.FOLDED
+    assert product.folding == linearized.FOLDED
     assert not caplog.records
 
 

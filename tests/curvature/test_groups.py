@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import groups
+from t5x_fwdloss.curvature.vectors import groups
 
 from . import problems
 

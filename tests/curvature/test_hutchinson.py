@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import hutchinson
+from t5x_fwdloss.curvature.estimators import hutchinson
 
 from . import problems
 

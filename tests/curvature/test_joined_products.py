@@ -7,8 +7,8 @@ import pytest
 from jax.extend import core
 
 from t5x_fwdloss import curvature, losses
-from t5x_fwdloss.analysis.forward_mode import equations
-from t5x_fwdloss.curvature.joined_products import joined
+from t5x_fwdloss.analysis.objective.forward_mode import equations
+from t5x_fwdloss.curvature.products.joined_products import joined
 
 WIDE, NARROW = (32, 4, 60), (16, 12, 16)
 

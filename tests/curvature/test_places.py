@@ -6,7 +6,8 @@ import pytest
 import scipy.stats
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import krylov, places
+from t5x_fwdloss.curvature.krylov import places
+from t5x_fwdloss.curvature.krylov.space import Krylov
 
 from . import problems
 
@@ -176,12 +177,12 @@ def grown():
     eigenvalues = np.r_[np.linspace(-1, 1, 9), 3.0, 3.0, 3.0]
     matrix, vectors = problems.symmetric(eigenvalues)
     product = problems.matvec_of(matrix)
-    space = krylov.Krylov(problems.unflatten(np.zeros(12)))
+    space = Krylov(problems.unflatten(np.zeros(12)))
     rng = np.random.default_rng(0)
     space.add_start(problems.unflatten(rng.normal(size=12)))
     for _ in range(4):
         space.expand(product)
-    chain, couplings = krylov.Krylov(problems.unflatten(np.zeros(12))), []
+    chain, couplings = Krylov(problems.unflatten(np.zeros(12))), []
 
     def projected(v):
         rest, overlaps, _, _ = space.cleared(product(v), "product")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import probe_sums
+from t5x_fwdloss.curvature.estimators import probe_sums
 
 from . import problems
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import products
+from t5x_fwdloss.curvature.products import derivatives
 
 from . import problems
 
@@ -33,7 +33,7 @@ def network_problem(seed=0):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mode", products.MODES)
+@pytest.mark.parametrize("mode", derivatives.MODES)
 def test_hessian_of_softmax_regression_is_the_closed_form(mode):
     product = jax.jit(curvature.hessian_product(regression.loss, mode))
     matrix = problems.dense(
@@ -82,7 +82,7 @@ def test_gauss_newton_is_the_dense_product_and_not_the_hessian():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mode", products.MODES)
+@pytest.mark.parametrize("mode", derivatives.MODES)
 def test_hessian_is_the_dense_one(mode):
     params, args, _, _ = network_problem()
     product = jax.jit(curvature.hessian_product(network, mode))
@@ -102,7 +102,7 @@ def test_hessian_is_the_dense_one(mode):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("mode", products.MODES)
+@pytest.mark.parametrize("mode", derivatives.MODES)
 def test_hessian_is_the_finite_difference_of_the_gradient(mode):
     params, args, _, v = network_problem()
     product = jax.jit(curvature.hessian_product(network, mode))(params, v, *args)
@@ -116,7 +116,7 @@ def test_hessian_is_the_finite_difference_of_the_gradient(mode):
     )
 
 
-@pytest.mark.parametrize("mode", products.MODES)
+@pytest.mark.parametrize("mode", derivatives.MODES)
 def test_products_are_symmetric_linear_and_zero_at_zero(mode):
     params, args, u, v = network_problem()
     product = jax.jit(curvature.hessian_product(network, mode))
@@ -184,7 +184,7 @@ def test_bfloat16_leaves_give_float32_products_of_bfloat16_accuracy():
     )
 
 
-@pytest.mark.parametrize("mode", products.MODES)
+@pytest.mark.parametrize("mode", derivatives.MODES)
 def test_integer_leaves_are_constants(mode):
     params = {"n": jnp.asarray(3, jnp.int32), "w": jnp.asarray([1.0, 2.0])}
     loss = lambda p: p["n"].astype(jnp.float32) * jnp.sum(p["w"] ** 2)

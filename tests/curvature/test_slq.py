@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import densities
+from t5x_fwdloss.curvature.estimators import smoothing
 
 from . import problems
 
@@ -168,7 +168,7 @@ def test_a_density_is_the_mean_of_its_gaussians():
 @pytest.mark.parametrize("width", [None, 0.01, 0.3])
 def test_a_density_integrates_to_one(width):
     found = curvature.density(
-        known(), densities.default_grid(known(), width or 0.03, 5000), width=width
+        known(), smoothing.default_grid(known(), width or 0.03, 5000), width=width
     )
     assert np.trapezoid(found.mean, found.grid) == pytest.approx(1, abs=1e-4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature import trees
+from t5x_fwdloss.curvature.vectors import trees
 
 from . import problems
 

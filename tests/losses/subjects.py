@@ -13,8 +13,8 @@ import numpy as np
 import oracles
 
 from t5x_fwdloss import losses
-from t5x_fwdloss.losses import token_map
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
+from t5x_fwdloss.losses.primitives import token_map
 from t5x_fwdloss.losses.targets import dense_targets, entropy_of_targets
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 3, 4, 5

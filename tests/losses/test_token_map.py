@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.losses import token_map
+from t5x_fwdloss.losses.primitives import token_map
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,8 @@ def test_blocks_are_the_largest_equal_parts_that_fit(num_tokens, num_elements, s
 ON_A_MESH = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from t5x_fwdloss.losses import compute_weighted_cross_entropy, token_map
+from t5x_fwdloss.losses import compute_weighted_cross_entropy
+from t5x_fwdloss.losses.primitives import token_map
 
 token_map.BLOCK_ELEMENTS = 64
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

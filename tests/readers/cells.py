@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import analysis
-from t5x_fwdloss.curvature import probes
+from t5x_fwdloss.curvature.vectors import probes
 
 from . import dense
 

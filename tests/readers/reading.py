@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from t5x_fwdloss.analysis import HostInfo, Objective, figures, run_analysis
+from t5x_fwdloss.analysis import HostInfo, Objective, run_analysis
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.report import figures
 
 from . import cells, dense
 

@@ -11,8 +11,8 @@ import pytest
 import scipy.stats
 from etils import epath
 
-from t5x_fwdloss.analysis import vector_store
-from t5x_fwdloss.curvature import probes
+from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.curvature.vectors import probes
 
 from . import cells, dense, estimators
 from .cells import parts

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x_fwdloss import tasks
-from t5x_fwdloss.analysis import files, lock
-from t5x_fwdloss.analysis.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
+from t5x_fwdloss.analysis.store import files, lock
 from t5x_fwdloss.standalone import checkpoints, data, schedules, train
 
 from . import subjects

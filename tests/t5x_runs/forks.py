@@ -19,8 +19,8 @@ sys.path.insert(0, os.getcwd())  # as python -m does
 
 import seqio  # noqa: F401
 
+import t5x_fwdloss.command_line.arguments  # noqa: F401
 import t5x_fwdloss.standalone.checkpoints  # noqa: F401  and not the scripts, which runpy runs
-import t5x_fwdloss.standalone.command_line  # noqa: F401
 import t5x_fwdloss.standalone.model  # noqa: F401
 import t5x_fwdloss.standalone.network  # noqa: F401
 import t5x_fwdloss.tasks  # noqa: F401

@@ -18,12 +18,13 @@ import jax
 import numpy as np
 
 from t5x_fwdloss import losses
-from t5x_fwdloss.analysis import forward_mode, settings
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.analysis.objective import Objective
-from t5x_fwdloss.curvature import trees
-from t5x_fwdloss.curvature.products import directional_derivative
+from t5x_fwdloss.analysis.objective import forward_mode
+from t5x_fwdloss.analysis.objective.function import Objective
+from t5x_fwdloss.curvature.products.derivatives import directional_derivative
+from t5x_fwdloss.curvature.vectors import trees
 
 REFERENCE = "custom_vjp"
 QUARTILES = "half the distance between the quartiles"

@@ -10,19 +10,16 @@ import jax
 from etils import epath
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import (
-    matrices,
-    preemption,
-    preflight,
-    vector_store,
-)
-from t5x_fwdloss.analysis.linear_product import LinearProduct
+from t5x_fwdloss.analysis import preemption
+from t5x_fwdloss.analysis.measurements.rounding import Rounding, setting_of
 from t5x_fwdloss.analysis.numbers import MeasurementResult
-from t5x_fwdloss.analysis.objective import Objective
+from t5x_fwdloss.analysis.objective import matrices, preflight
+from t5x_fwdloss.analysis.objective.function import Objective
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
 from t5x_fwdloss.analysis.optimizer import Preconditioner
-from t5x_fwdloss.analysis.progress import Progress
-from t5x_fwdloss.analysis.rounding import Rounding, setting_of
-from t5x_fwdloss.curvature import probes, trees
+from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.curvature.vectors import probes, trees
+from t5x_fwdloss.progress import Progress
 
 
 @dataclasses.dataclass

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import (
@@ -15,9 +14,10 @@ from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
     Number,
 )
-from t5x_fwdloss.curvature import probes, trees
-from t5x_fwdloss.curvature.densities import signs, zero_level
-from t5x_fwdloss.curvature.slq import SlqState, slq, spectral_sum
+from t5x_fwdloss.analysis.store.saved_state import SavedState
+from t5x_fwdloss.curvature.estimators.slq import SlqState, slq, spectral_sum
+from t5x_fwdloss.curvature.estimators.smoothing import signs, zero_level
+from t5x_fwdloss.curvature.vectors import probes, trees
 
 OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 
@@ -27,7 +27,7 @@ class SpectralDensity(OfMatrix):
     """What the measurements of a density share; `matrix` says of which.
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
-    plot can be chosen afterwards (`t5x_fwdloss.curvature.densities`).
+    plot can be chosen afterwards (`t5x_fwdloss.curvature.estimators.smoothing`).
 
     Results: `trace` and `frobenius_norm`; `negative_fraction`, the part of the
     eigenvalues below `-zero_level`; `zero_fraction`, the part within `zero_level` of zero,
@@ -65,7 +65,7 @@ class SpectralDensity(OfMatrix):
         """Run Lanczos probe by probe, from the saved state if there is one."""
         key = context.key(f"{self.name}/probes")
         like = probes.random_like(key, context.params)
-        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        saved = SavedState(context.state_path(self.name), context.is_primary)
         state = saved.restore(like, SlqState)
         total = self.num_probes * self.num_steps
         done = 0 if state is None else _steps(state)

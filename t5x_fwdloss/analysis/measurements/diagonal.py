@@ -10,7 +10,6 @@ import scipy.stats
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
@@ -21,8 +20,10 @@ from t5x_fwdloss.analysis.numbers import (
     kind_with_rounding,
     with_rounding,
 )
-from t5x_fwdloss.curvature import groups, krylov, trees
-from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
+from t5x_fwdloss.analysis.store.saved_state import SavedState
+from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
+from t5x_fwdloss.curvature.krylov.space import rounding_level
+from t5x_fwdloss.curvature.vectors import groups, trees
 
 ENTRY_ERROR = "standard error of that entry"
 # The chance at which an entry may be given the wrong sign.
@@ -61,7 +62,7 @@ class HessianDiagonal:
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved running mean on if there is one."""
-        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        saved = SavedState(context.state_path(self.name), context.is_primary)
         state = saved.restore(trees.float_part(context.params), ProbeState)
         counted = 0 if state is None else len(state.square_norms)
         with context.progress(self.name, self.num_probes, counted) as progress:
@@ -158,7 +159,7 @@ def _largest_magnitude(diagonal):
 
 def _zero_level(diagonal) -> float:
     """The magnitude up to which an entry is zero up to rounding."""
-    level = krylov.rounding_level(trees.epsilon(diagonal), 1)
+    level = rounding_level(trees.epsilon(diagonal), 1)
     return level * float(_largest_magnitude(diagonal))
 
 

@@ -13,16 +13,12 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import parameters, settings
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.curvature import (
-    apply_diagonal,
-    filter_normalized,
-    leaf_normalized,
-    probes,
-    trees,
-)
+from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.curvature import apply_diagonal, filter_normalized, leaf_normalized
+from t5x_fwdloss.curvature.vectors import probes, trees
 
 FORWARD_REVERSE = "difference of forward and reverse mode"
 NORMALIZATIONS = {

@@ -12,27 +12,22 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from t5x_fwdloss.analysis import settings, vector_store
-from t5x_fwdloss.analysis.lanczos_state import LanczosState
+from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
+from t5x_fwdloss.analysis.measurements.rounding import NORM_FACTOR, NUM_DRAWS
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
     MeasurementResult,
     Number,
     with_rounding,
 )
-from t5x_fwdloss.analysis.rounding import NORM_FACTOR, NUM_DRAWS
-from t5x_fwdloss.curvature import (
-    EigenpairsState,
-    directions,
-    eigenpairs,
-    groups,
-    probes,
-    ritz,
-    trees,
-)
-from t5x_fwdloss.curvature.eigenpairs import smallest_basis
+from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.analysis.store.saved_state import SavedState
+from t5x_fwdloss.curvature import EigenpairsState, eigenpairs
+from t5x_fwdloss.curvature.krylov import ritz
+from t5x_fwdloss.curvature.krylov.eigenpairs import smallest_basis
+from t5x_fwdloss.curvature.vectors import directions, groups, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +114,7 @@ class Eigenpairs(OfMatrix):
 
         start = [draw(number) for number in range(self.num_starts)]
         noise = context.rounding.of_product(self.product(context), start[0])
-        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        saved = SavedState(context.state_path(self.name), context.is_primary)
         state = saved.restore(start[0], EigenpairsState)
         done = 0 if state is None else state.num_products
         with context.progress(self.name, self.max_steps, done) as progress:

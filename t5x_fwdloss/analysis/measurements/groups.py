@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
 from t5x_fwdloss.analysis.measurements.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
-from t5x_fwdloss.curvature import groups, trees
-from t5x_fwdloss.curvature.probe_sums import ProbeState, probe_estimates
+from t5x_fwdloss.analysis.store.saved_state import SavedState
+from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
+from t5x_fwdloss.curvature.vectors import groups, trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class GroupTraces:
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved sums on if there are any."""
-        saved = LanczosState(context.state_path(self.name), context.is_primary)
+        saved = SavedState(context.state_path(self.name), context.is_primary)
         state = saved.restore(trees.float_part(context.params), ProbeState)
         masks = groups.group_masks(context.params, self.patterns(context))
         counted = 0 if state is None else len(state.square_norms)

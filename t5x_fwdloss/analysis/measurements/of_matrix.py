@@ -20,9 +20,9 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context
 from t5x_fwdloss.analysis.numbers import Number
-from t5x_fwdloss.curvature import groups, preconditioning, trees
-from t5x_fwdloss.curvature.krylov import Matvec
-from t5x_fwdloss.curvature.probe_sums import ProbeEstimates, probe_estimates
+from t5x_fwdloss.curvature.estimators.probe_sums import ProbeEstimates, probe_estimates
+from t5x_fwdloss.curvature.vectors import groups, preconditioning, trees
+from t5x_fwdloss.curvature.vectors.trees import Matvec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
-from t5x_fwdloss.curvature import TraceEstimate, hutchinson
+from t5x_fwdloss.curvature import TraceEstimate
+from t5x_fwdloss.curvature.estimators import hutchinson
 
 Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
 

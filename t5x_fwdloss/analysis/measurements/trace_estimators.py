@@ -7,19 +7,19 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import agreement, files, records
-from t5x_fwdloss.analysis.lanczos_state import LanczosState
 from t5x_fwdloss.analysis.measurements.context import Context
-from t5x_fwdloss.analysis.progress import Progress
+from t5x_fwdloss.analysis.store import files, multihost, records
+from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature import (
     HutchppState,
     TraceEstimate,
     XtraceState,
     hutchinson_trace,
     hutchpp_trace,
-    trees,
     xtrace,
 )
+from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.progress import Progress
 
 Product = Callable[[PyTree], PyTree]
 
@@ -33,7 +33,7 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             there = path.exists()
         return records.read(path)["samples"] if there else []
 
-    found = agreement.from_primary_doing(context.is_primary, saved)
+    found = multihost.from_primary_doing(context.is_primary, saved)
     samples = np.array(found or [], np.float64)
     with context.progress(settings.name, settings.num_probes, len(samples)) as progress:
         counted = len(samples)
@@ -43,7 +43,7 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             progress.update(len(taken) - counted, f"mean {taken.mean():.4g}")
             counted = len(taken)
             context.step(
-                lambda: agreement.from_primary_doing(
+                lambda: multihost.from_primary_doing(
                     context.is_primary, lambda: records.write(path, {"samples": taken})
                 )
             )
@@ -107,7 +107,7 @@ def xtrace_estimate(settings: Any, context: Context, product: Product, key: jax.
 
 
 def _with_subspace(settings, context, state_class, total, estimate) -> TraceEstimate:
-    saved = LanczosState(context.state_path(settings.name), context.is_primary)
+    saved = SavedState(context.state_path(settings.name), context.is_primary)
     state = saved.restore(trees.zeros_like(context.params), state_class)
     counted = 0 if state is None else state.num_products
     progress: Progress

@@ -1,0 +1,1 @@
+"""The function that is analyzed: its batches, its normalization, its derivatives."""

@@ -1,0 +1,463 @@
+r"""One loss over a fixed list of batches, and its derivatives.
+
+The objective is $L(\theta) = \sum_b n_b(\theta) / W$, where $n_b$ is the weighted sum of
+the token losses of batch $b$ and $W$ the total normalizer of all batches: however the
+same examples are split into batches, it is the same function, up to rounding. It is
+never a mean of batch means.
+
+Every derivative is compiled once and walks over the batches; vectors are trees like the
+parameters, keep their shardings, and are summed in float32 or wider. Scalars are summed
+on the host in float64.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis import settings as settings_lib
+from t5x_fwdloss.analysis.objective import batches as batches_lib
+from t5x_fwdloss.analysis.objective import (
+    forward_mode,
+    matrices,
+    normalization,
+    parameters,
+)
+from t5x_fwdloss.analysis.objective.finite import by_batch, check_finite
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
+from t5x_fwdloss.analysis.objective.programs import (
+    Programs,
+    all_finite,
+    largest_magnitudes,
+)
+from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
+from t5x_fwdloss.curvature.products.derivatives import directional_derivative, gradient
+from t5x_fwdloss.curvature.products.operators import stacked
+from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
+from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
+
+PRECISIONS = ("default", "high", "highest")
+Precision = Annotated[str, settings_lib.one_of(*PRECISIONS)]
+
+
+class Objective:
+    r"""$L(\theta) = \sum_b n_b(\theta) / W$ over a fixed list of batches.
+
+    Every method takes the whole parameter tree and, before anything is compiled,
+    refuses a direction that does not fit it (`ValueError`). A NaN or an infinity in a
+    result raises `NonFiniteLossError`, which names the batch and the parameter block.
+
+    Attributes:
+        batches: the batches, or the microbatches they are cut into, on the device.
+        num_microbatches: into how many pieces each batch is cut.
+        normalizer: W, its kind, its unit.
+        num_tokens: target tokens whose loss counts.
+        batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
+        precision: matmul precision of every derivative.
+        settings: the loss settings, for the record.
+        model: the model it was made from, if there is one.
+    """
+
+    def __init__(
+        self,
+        numerator: Callable[..., Any],
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        normalizer: Normalizer,
+        num_microbatches: int = 1,
+        outputs: Callable[..., Any] | None = None,
+        token_loss: TokenLoss | None = None,
+        dropout_seed: int | None = None,
+        precision: str = "highest",
+        settings: Mapping[str, Any] | None = None,
+        counted: Callable[[Any], Any] = batches_lib.counted,
+    ):
+        """An objective from functions of one batch.
+
+        Args:
+            numerator: `(params, batch, key)` to the batch's weighted sum of token
+                losses; key is None unless `dropout_seed` is given.
+            batches: feature dictionaries, all of the same names, shapes and dtypes.
+            normalizer: what the sum over batches is divided by.
+            num_microbatches: pieces that every batch is cut into, to save memory; the
+                numbers, and the batches' hash, stay the same. Not with dropout, whose
+                masks are drawn for a batch as a whole.
+            outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
+                matrix.
+            token_loss: the loss as a function of the logits.
+            dropout_seed: one fixed dropout key per batch; None turns dropout off.
+            precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
+            settings: what to record about the loss.
+            counted: a batch to the mask of target tokens that the loss counts.
+
+        Raises:
+            ValueError: no batch, batches that differ, microbatches that do not divide
+                them, microbatches with dropout, or an unknown precision.
+        """
+        settings_lib.check("precision", precision, Precision)
+        settings_lib.check("num_microbatches", num_microbatches, settings_lib.Positive)
+        settings_lib.check("dropout_seed", dropout_seed, settings_lib.Seed | None)
+        if dropout_seed is not None and num_microbatches > 1:
+            raise ValueError(
+                "num_microbatches must be 1 where dropout_seed is given, because "
+                "dropout draws its masks for each piece anew and the loss would be "
+                f"another: got num_microbatches={num_microbatches}, "
+                f"dropout_seed={dropout_seed}; lower the batch size instead."
+            )
+        found = batches_lib.checked(batches)
+        self.num_tokens = batches_lib.num_tokens(map(counted, found))
+        self.batches_hash = batches_lib.digest(found)
+        pieces = batches_lib.split(found, num_microbatches)
+        self.batches = [batches_lib.on_device(batch) for batch in pieces]
+        self.num_microbatches = num_microbatches
+        self.normalizer = normalizer
+        self.precision = precision
+        self.dropout_seed = dropout_seed
+        self.settings = dict(settings or {})
+        self.model: Any = None
+        self._numerator = numerator
+        self._outputs = outputs
+        self._counted = counted
+        self._activation_dtype: str | None = None
+        self._linear_maps = matrices.linear_maps(
+            self.batch_loss,
+            None
+            if outputs is None
+            else lambda p, batch, key, _: outputs(p, batch, key),
+            token_loss,
+            normalizer.total,
+        )
+        # Of the matrices that are positive semidefinite where the loss is convex only.
+        self._least_scales: dict[str, Callable[..., Any]] = {}
+        if outputs is not None and token_loss is not None:
+            self._least_scales["gauss_newton"] = lambda p, batch, key, _: (
+                token_loss.least_scale(outputs(p, batch, key), batch)
+            )
+        self._programs = Programs(precision)
+        if dropout_seed is None:
+            self._keys = [None] * len(self.batches)
+        else:
+            root = probes.as_key(dropout_seed)
+            self._keys = [jax.random.fold_in(root, i) for i in range(len(self.batches))]
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        num_microbatches: int = 1,
+        dropout_seed: int | None = None,
+        precision: str = "highest",
+    ) -> "Objective":
+        """The training loss of a model that has `LossMixin`'s `loss_sum`.
+
+        Args:
+            model: a T5X model with this package's loss, or the standalone one.
+            batches: the model's features, all of one shape.
+            num_microbatches: pieces that every batch is cut into, to save memory.
+            dropout_seed: one fixed dropout key per batch; None turns dropout off.
+            precision: matmul precision of every derivative.
+
+        A model with another loss besides `LossMixin`'s is refused (`ValueError`).
+        """
+        check_no_other_loss(model)
+        token_loss = TokenLoss.of_model(model)
+        factor = token_loss.loss_normalizing_factor
+        found = batches_lib.checked(batches)
+        counted = functools.partial(normalization.counted, factor=factor)
+        normalization.check_counted(list(map(counted, found)))
+        objective = cls(
+            lambda params, batch, key: model.loss_sum(params, batch, key)[0],
+            found,
+            normalizer=total_normalizer(factor, found),
+            num_microbatches=num_microbatches,
+            outputs=getattr(model, "_compute_logits", None),
+            token_loss=token_loss,
+            dropout_seed=dropout_seed,
+            precision=precision,
+            counted=counted,
+            settings={
+                "loss_impl": getattr(model, "_loss_impl", "unknown"),
+                "loss_chunk_length": getattr(model, "_loss_chunk_length", None),
+                "label_smoothing": token_loss.label_smoothing,
+                "z_loss": token_loss.z_loss,
+                "loss_normalizing_factor": getattr(factor, "name", factor),
+            },
+        )
+        objective.model = model
+        return objective
+
+    def with_model(self, model: Any) -> "Objective":
+        """The same batches under another model, such as the same with another loss."""
+        return Objective.from_model(
+            model,
+            self.batches,
+            dropout_seed=self.dropout_seed,
+            precision=self.precision,
+        )
+
+    def compiled(self, function: Callable[..., Any], params: PyTree, *more: Any) -> Any:
+        """`function(params, batch, key, *more)` compiled for the first batch.
+
+        At this objective's matmul precision; for measuring memory and time.
+        """
+        with jax.default_matmul_precision(self.precision):
+            args = (params, self.batches[0], self._keys[0], *more)
+            return jax.jit(function).lower(*args).compile()
+
+    @property
+    def W(self) -> float:
+        """The total normalizer."""
+        return self.normalizer.total
+
+    @property
+    def normalizer_kind(self) -> str:
+        """'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'."""
+        return self.normalizer.kind
+
+    @property
+    def num_traces(self) -> dict[str, int]:
+        """How often each derivative was traced: once each, unless shapes change."""
+        return self._programs.num_traces
+
+    def num_labels_outside(self, params: PyTree) -> int | None:
+        """How many counted labels no class of the logits stands for.
+
+        The loss of such a label has no target in it. None where the objective does not
+        know the logits.
+        """
+        if self._outputs is None:
+            return None
+        key, batch = self._keys[0], self.batches[0]
+        logits = jax.eval_shape(self._outputs, params, batch, key)
+        counts = [
+            batches_lib.num_labels_outside(
+                batch, self._counted(batch), logits.shape[-1]
+            )
+            for batch in self.batches
+        ]
+        return sum(int(count) for count in jax.device_get(counts))
+
+    def key(self, number: int) -> jax.Array | None:
+        """The fixed dropout key of batch `number`; None where dropout is off."""
+        return self._keys[number]
+
+    def batch_loss(
+        self, params: PyTree, batch: Any, key: Any = None, index: Any = None
+    ) -> jax.Array:
+        """One batch's share of the objective, $n_b / W$: traceable, differentiable.
+
+        Args:
+            params: parameters.
+            batch: one of the batches.
+            key: its dropout key.
+            index: its number; the loss does not depend on it.
+        """
+        del index
+        share = self._numerator(params, batch, key) / self.W
+        return share.astype(jnp.promote_types(share.dtype, jnp.float32))
+
+    def batch_values(self, params: PyTree) -> np.ndarray:
+        """Each batch's share $n_b / W$ of the objective, in order, float64."""
+        found = self._scalars("the loss", self.batch_loss, params)
+        pieces = np.asarray([float(x) for x in found], np.float64)
+        return pieces.reshape(-1, self.num_microbatches).sum(axis=1)
+
+    def value(self, params: PyTree) -> float:
+        r"""The loss $L(\theta)$, summed over batches in float64."""
+        shares = self.batch_values(params)
+        check_finite("the loss", by_batch({"its value": x} for x in shares))
+        return math.fsum(shares)
+
+    def model_loss(self, params: PyTree) -> tuple[float, float] | None:
+        """The first batch's loss by the model's own `loss_fn`, and as measured here.
+
+        Both before normalization. None where there is no model with a `loss_fn`, and
+        where the first batch has no counted token.
+        """
+        if not hasattr(self.model, "loss_fn"):
+            return None
+        model = copy.copy(self.model)
+        if isinstance(model, LossMixin):  # whose loss does not depend on its metrics
+            model._compute_metrics = lambda **_: {}
+
+        def both(params, batch, key, _):
+            _, normalizer = model.loss_sum(params, batch, key)
+            loss, _ = model.loss_fn(params, batch, key)
+            return loss * normalizer, self._numerator(params, batch, key), normalizer
+
+        program = self._programs.scalars("the model's own loss", both, params)
+        first = next(iter(self._pairs()))
+        found = program(parameters.widened(params), *first)
+        own, measured, normalizer = map(float, jax.device_get(found))
+        return (own, measured) if normalizer else None
+
+    def gradient(self, params: PyTree) -> PyTree:
+        """The gradient, a tree like the parameters' floating-point leaves."""
+        return self._vector("the gradient", gradient(self.batch_loss), params)
+
+    def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
+        r"""The loss and its directional derivative $\langle \nabla L, v \rangle$.
+
+        One forward pass pushes the tangent through the loss: it must be differentiable
+        forwards, which a `jax.custom_vjp` loss is not.
+        """
+        trees.check_like(direction, params, "direction")
+        found = self._scalars(
+            "the jvp", directional_derivative(self.batch_loss), params, direction
+        )
+        shares = [(float(x), float(y)) for x, y in found]
+        parts = ({"its value": x, "its derivative": y} for x, y in shares)
+        check_finite("the loss", by_batch(parts))
+        value, derivative = zip(*shares, strict=True)
+        return math.fsum(value), math.fsum(derivative)
+
+    def hessian_product(self, params: PyTree, direction: PyTree) -> PyTree:
+        """The Hessian times a direction, forward over reverse."""
+        return self.matrix_product("hessian", params, direction)
+
+    def hessian_products(self, params: PyTree, directions: PyTree) -> PyTree:
+        """The Hessian times several directions, stacked in front, in one program."""
+        return self.matrix_products("hessian", params, directions)
+
+    def gauss_newton_product(self, params: PyTree, direction: PyTree) -> PyTree:
+        """The Gauss-Newton matrix times a direction; see `matrices`."""
+        return self.matrix_product("gauss_newton", params, direction)
+
+    def gauss_newton_products(self, params: PyTree, directions: PyTree) -> PyTree:
+        """The Gauss-Newton matrix times several directions stacked in front."""
+        return self.matrix_products("gauss_newton", params, directions)
+
+    def matrix_product(self, matrix: str, params: PyTree, direction: PyTree) -> PyTree:
+        """A matrix of `matrices` times a direction.
+
+        Args:
+            matrix: its name, such as 'hessian' or 'fisher'.
+            params: parameters.
+            direction: a vector like them.
+        """
+        product = self._matrix(matrix)
+        trees.check_like(direction, params, "direction")
+        name = f"the product with {matrices.WORDS[matrix]}"
+        return self._vector(name, product, params, direction)
+
+    def matrix_products(
+        self, matrix: str, params: PyTree, directions: PyTree
+    ) -> PyTree:
+        """A matrix of `matrices` times several directions, in one compiled program.
+
+        Args:
+            matrix: its name.
+            params: parameters.
+            directions: vectors like them, stacked in front.
+        """
+        product = self._matrix(matrix)
+        name = f"the products with {matrices.WORDS[matrix]}"
+        stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
+        return self._vector(name, stacked(product), params, directions, stack=stack)
+
+    def linear_product(
+        self,
+        matrix: str,
+        params: PyTree,
+        memory_budget: int | None = None,
+        *,
+        fold: bool = True,
+    ) -> LinearProduct:
+        """A matrix at fixed parameters, to be multiplied by many vectors.
+
+        Batch by batch, what does not depend on the vector is computed once and kept,
+        as far as memory allows.
+
+        Args:
+            matrix: its name.
+            params: parameters.
+            memory_budget: bytes a device that may be kept; None: half of what is free.
+            fold: whether to rewrite the linear functions to read less memory; where
+                that fails, they are kept as JAX made them.
+        """
+        self._matrix(matrix)
+        return LinearProduct(
+            matrices.WORDS[matrix],
+            self._linear_maps[matrix],
+            parameters.widened(params),
+            list(self._pairs()),
+            precision=self.precision,
+            memory_budget=memory_budget,
+            fold=fold,
+            blame=lambda v: self.matrix_product(matrix, params, v),
+            is_semidefinite=lambda: self._is_semidefinite(matrix, params),
+            rounding=lambda: self.tolerance(params),
+        )
+
+    def tolerance(self, params: PyTree) -> float:
+        """The relative error that rounding may leave in a derivative."""
+        return forward_mode.TOLERANCES.get(self.activation_dtype(params), 1e-1)
+
+    def _is_semidefinite(self, matrix, params):
+        if matrix not in self._least_scales:
+            return matrix != "hessian"
+        function = self._least_scales[matrix]
+        return min(self._scalars("the loss's convexity", function, params)) >= 0
+
+    def activation_dtype(self, params: PyTree) -> str:
+        """The narrowest type in which the network multiplies matrices; traces, once."""
+        if self._activation_dtype is None:
+            self._activation_dtype = forward_mode.narrowest_product(
+                self.batch_loss,
+                parameters.widened(params),
+                self.batches[0],
+                self._keys[0],
+            )
+        return self._activation_dtype
+
+    def check_matrix(self, matrix: str) -> None:
+        """Refuse a matrix that this objective does not have (`ValueError`)."""
+        self._matrix(matrix)
+
+    def _matrix(self, matrix):
+        if matrix not in matrices.WORDS:
+            raise ValueError(
+                f"matrix must be one of {', '.join(matrices.WORDS)}: got {matrix!r}."
+            )
+        if matrix not in self._linear_maps:
+            raise ValueError(
+                f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
+                "was built without outputs and token_loss."
+            )
+        return self._linear_maps[matrix].direct
+
+    def _pairs(self):
+        return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
+
+    def _scalars(self, name, function, params, *directions):
+        program = self._programs.scalars(name, function, params)
+        params = parameters.widened(params)
+        found = [
+            in_flight.limited(number, program(params, *directions, *pair))
+            for number, pair in enumerate(self._pairs())
+        ]
+        return jax.device_get(found)
+
+    def _vector(self, name, function, params, *directions, stack=None):
+        program = self._programs.sums(name, function, params, stack=stack)
+        params = parameters.widened(params)
+        total = self._programs.zeros(params, stack=stack)
+        for number, pair in enumerate(self._pairs()):
+            total = program(total, params, *directions, *pair)
+            in_flight.limited(number, total)
+        if not all_finite(total):
+            # Once more, batch by batch, to say where it happened.
+            zeros = lambda: self._programs.zeros(params, stack=stack)
+            parts = (program(zeros(), params, *directions, *p) for p in self._pairs())
+            check_finite(name, by_batch(map(largest_magnitudes, parts)))
+            check_finite(name, [("the sum over batches", largest_magnitudes(total))])
+        return total

@@ -1,0 +1,184 @@
+"""A matrix at fixed parameters: many products, the common work of which is done once."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.analysis.objective.finite import NegativeCurvatureError, check_finite
+from t5x_fwdloss.analysis.objective.programs import all_finite, largest_magnitudes
+from t5x_fwdloss.analysis.store import multihost
+from t5x_fwdloss.curvature.products import linearized
+from t5x_fwdloss.curvature.products.linearized import (
+    FOLDED,
+    SHARE,
+    AmortizedProduct,
+    LinearMap,
+)
+from t5x_fwdloss.curvature.vectors import probes, trees
+
+
+class LinearProduct:
+    """The map from a vector to its product, or from stacked vectors to theirs."""
+
+    def __init__(
+        self,
+        name: str,
+        linear_map: LinearMap,
+        params: PyTree,
+        batches: Sequence[tuple[Any, ...]],
+        *,
+        precision: str,
+        memory_budget: int | None,
+        fold: bool,
+        blame: Callable[[PyTree], Any],
+        is_semidefinite: Callable[[], bool] = lambda: False,
+        rounding: Callable[[], float] = lambda: 0.0,
+    ):
+        """Linearizes the batches, in order, while they fit.
+
+        Args:
+            name: the matrix, as a noun phrase.
+            linear_map: its product, split.
+            params: parameters, float32 or wider.
+            batches: for each batch the further arguments of the map.
+            precision: matmul precision.
+            memory_budget: bytes a device that may be kept; None: half of the free.
+            fold: whether to rewrite the linear functions to read less memory.
+            blame: called with a vector whose product is not finite; raises an error
+                that says where, if it can.
+            is_semidefinite: asked, once a product $v^T A v$ is negative, whether it may
+                be.
+            rounding: the relative error that a product may have, asked for then.
+        """
+        if memory_budget is None:
+            # Agreed: a process with less memory would compile other functions.
+            memory_budget = multihost.least(SHARE * linearized.free_bytes())
+        self._name, self._precision, self._blame = name, precision, blame
+        self._params, self._largest = params, None
+        self._is_semidefinite, self._rounding = is_semidefinite, rounding
+        constrained = LinearMap(
+            linear_map.linearize,
+            linear_map.fold,
+            _in_layout(linear_map.apply, params),
+            _in_layout(linear_map.direct, params),
+        )
+        with jax.default_matmul_precision(precision):
+            self._product = AmortizedProduct(
+                constrained,
+                params,
+                batches,
+                memory_budget=memory_budget,
+                fold=fold,
+            )
+
+    @property
+    def how(self) -> str:
+        """How many batches are linearized, what that takes, and if they are not folded."""
+        records = self._product.batches
+        kept = sum(record.residual_bytes for record in records if record.linearized)
+        sentence = (
+            f"{self._product.num_linearized} of {len(records)} batches linearized, "
+            f"{kept / 2**20:.1f} MiB a device"
+        )
+        if self._product.num_linearized and self._product.folding != FOLDED:
+            sentence += f", {self._product.folding}"
+        return sentence
+
+    def __call__(self, v: PyTree) -> PyTree:
+        """The product with one vector."""
+        return self._checked(self._product, v, lambda v: [v])
+
+    def stacked(self, vs: PyTree) -> PyTree:
+        """The products with vectors stacked in front, by one compiled program."""
+        return self._checked(self._product.stacked, vs, trees.unstack, stacked=True)
+
+    def at(self, params: PyTree) -> Callable[[PyTree], PyTree]:
+        """The product with one vector at other parameters.
+
+        Nothing is linearized for them: each product differentiates anew.
+
+        Args:
+            params: parameters of the same shapes, float32 or wider.
+        """
+        product = self._product.at(params)
+        return lambda v: self._checked(product, v, lambda _: ())
+
+    def _checked(self, product, argument, one_by_one, *, stacked=False):
+        with jax.default_matmul_precision(self._precision):
+            found = product(argument)
+        if not all_finite(found):
+            for v in one_by_one(argument):
+                self._blame(v)
+            name = f"the product with {self._name}"
+            check_finite(name, [("the sum over batches", largest_magnitudes(found))])
+        self._check_sign(argument, found, stacked)
+        return found
+
+    def _check_sign(self, argument, found, stacked):
+        """Refuse a quadratic form below zero where the matrix has none.
+
+        Raises:
+            NegativeCurvatureError: with the form and the size of the matrix.
+        """
+        forms = jax.device_get(_forms(argument, found, stacked=stacked))
+        form, square, product_square = map(np.atleast_1d, forms)
+        lengths = np.sqrt(np.maximum(square, np.finfo(square.dtype).tiny))
+        least = float((form / lengths**2).min())
+        if self._largest is not None:
+            self._largest = max(self._largest, _growth(lengths, product_square))
+        if least >= 0 or least >= -self._rounding() * self._size():
+            return
+        if self._is_semidefinite():
+            raise NegativeCurvatureError(
+                f"{self._name} must not be negative along any vector, being positive "
+                f"semidefinite: v.Av is {least:.4g} for a vector of norm one, where "
+                f"products are as long as {self._size():.4g}. The compiler or a "
+                "derivative rule of the model is wrong; block_size = 1 or MEMORY_BUDGET "
+                "= 0 may avoid it."
+            )
+
+    def _size(self):
+        # A lower bound of the matrix's norm, that of a random vector's product at first.
+        if self._largest is None:
+            with jax.default_matmul_precision(self._precision):
+                probe = probes.random_like(0, self._params)
+                product = self._product(probe)
+            _, square, product_square = jax.device_get(
+                _forms(probe, product, stacked=False)
+            )
+            self._largest = _growth(np.sqrt(square), product_square)
+        return self._largest
+
+
+@functools.partial(jax.jit, static_argnames="stacked")
+def _forms(v, product, *, stacked):
+    """For each vector v.Av, v.v and Av.Av."""
+
+    def one(v, product):
+        return tuple(
+            trees.inner(*pair) for pair in ((v, product), (v, v), (product, product))
+        )
+
+    return (jax.vmap(one) if stacked else one)(v, product)
+
+
+def _growth(lengths, product_squares) -> float:
+    return float((np.sqrt(product_squares) / lengths).max())
+
+
+def _in_layout(product, params):
+    # The compiler would choose the results' shardings; vectors keep the parameters'.
+    layout = parameters.shardings(params)
+
+    def laid_out(*args):
+        found = product(*args)
+        if layout is None:
+            return found
+        return jax.lax.with_sharding_constraint(found, layout)
+
+    return laid_out

@@ -1,0 +1,60 @@
+"""Parameters as a point, and the layout of the vectors that belong to it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature.vectors import trees
+
+
+def widened(params: PyTree) -> PyTree:
+    """The parameters with floating-point leaves in float32, or wider where they are.
+
+    Integer and boolean leaves stay as they are: no derivative is taken of them.
+    """
+    return jax.tree.map(_widened, params)
+
+
+def named_leaves(tree: PyTree) -> dict[str, Any]:
+    """The leaves by name, as T5X writes it: `decoder/logits_dense/kernel`."""
+    return dict(zip(trees.leaf_paths(tree), jax.tree.leaves(tree), strict=True))
+
+
+def shardings(params: PyTree) -> PyTree | None:
+    """The shardings of a vector: the parameters' own, or None without a mesh."""
+    floats = trees.float_part(params)
+    leaves = jax.tree.leaves(floats)
+    on_mesh = [isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves]
+    if not leaves or not all(on_mesh):
+        return None
+    return jax.tree.map(lambda x: x.sharding, floats)
+
+
+def replicated(params: PyTree) -> NamedSharding | None:
+    """The sharding of a number: a copy on every device of the parameters' mesh."""
+    layout = shardings(params)
+    if layout is None:
+        return None
+    return NamedSharding(jax.tree.leaves(layout)[0].mesh, PartitionSpec())
+
+
+def _widened(x):
+    if not isinstance(x, jax.Array):
+        x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def shape_and_kind(leaf: Any) -> Any:
+    """The shape of a stored or described array, with its type unless it is floating.
+
+    A checkpoint may be of another floating type than the model, but not of whole numbers.
+    """
+    shape, dtype = tuple(leaf.shape), getattr(leaf, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jnp.inexact):
+        return shape
+    return f"{shape} of {dtype}"

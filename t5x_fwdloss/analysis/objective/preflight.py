@@ -1,0 +1,228 @@
+r"""The checks a run makes of itself before it measures anything.
+
+The loss of the first batch must be what the model's own `loss_fn` says. With a
+direction $u = g/\|g\| + r$, r random of norm one, and $w = H u / \|H u\|$: the
+loss must give the same value twice; the jvp along $u$ must be $\langle g, u \rangle$;
+$\langle u, H w \rangle$ must be $\langle w, H u \rangle = \|H u\|$, which for an operator
+that is not symmetric fails however many parameters there are; and $H 0$ must be 0.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis.objective import forward_mode, parameters
+from t5x_fwdloss.analysis.objective.function import Objective
+from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.curvature.vectors import probes, trees
+
+# What keeps XLA from fusing products and sums of rows into kernels of YNNPACK.
+YNN_OFF = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
+# One loss computed twice in a compiled function: roundings of the network's type.
+LOSS_ROUNDINGS = 2
+
+
+class PreflightError(RuntimeError):
+    """A check that failed before the run measured anything; names itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One passed check: the two numbers that were compared, and how closely.
+
+    Attributes:
+        name: what was compared.
+        first: one number.
+        second: the other number.
+        tolerance: the largest difference that passes.
+        meaning: what is wrong where it fails.
+    """
+
+    name: str
+    first: float
+    second: float
+    tolerance: float
+    meaning: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the numbers agree; NaN agrees with nothing."""
+        return abs(self.first - self.second) <= self.tolerance
+
+
+def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") -> bool:
+    """Whether a tangent can be pushed through the loss; compiles nothing.
+
+    Args:
+        objective: what will be measured.
+        params: parameters of the checkpoint.
+        needed_by: name of a measurement that cannot do without, if there is one.
+
+    Raises:
+        PreflightError: `needed_by` is given, and the loss or a part of the network is a
+            `jax.custom_vjp` function.
+    """
+    params = parameters.widened(params)
+    direction = trees.float_part(params)
+    found = forward_mode.blocking_functions(
+        objective.batch_loss, params, direction, objective.batches[0], objective.key(0)
+    )
+    if found is None or not needed_by:
+        return found is None
+    if objective.settings.get("loss_impl") == "custom_vjp":
+        raise PreflightError(no_forward_loss(needed_by))
+    named = f" ({', '.join(found)})" if found else ""
+    raise PreflightError(
+        f"{needed_by} needs a model that is differentiable forwards, and a part of it "
+        f"is a jax.custom_vjp function{named}: choose the plain form of that part, or "
+        f"leave {needed_by} out of MEASUREMENTS."
+    )
+
+
+def no_forward_loss(needed_by: str) -> str:
+    """Why a measurement cannot be with T5X's own rule of the loss, and the remedy."""
+    return (
+        f"{needed_by} needs a loss that is differentiable forwards, and LOSS_IMPL = "
+        '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
+        "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
+        "gradients and the checkpoint stay the same."
+    )
+
+
+def check_objective(
+    objective: Objective,
+    params: PyTree,
+    key: jax.Array,
+    *,
+    product: Callable[[PyTree], PyTree] | None = None,
+    forward: bool = True,
+) -> list[Check]:
+    """Run every check; the list goes into the results.
+
+    Args:
+        objective: what will be measured.
+        params: parameters of the checkpoint.
+        key: a threefry key for the random part of the directions.
+        product: the Hessian product that will be used; None: the objective's own.
+        forward: whether the loss has a forward mode to be checked.
+
+    Raises:
+        PreflightError: the first check that fails, with both numbers.
+    """
+    dtype = objective.activation_dtype(params)
+    if product is None:
+        product = lambda v: objective.hessian_product(params, v)
+    done = []
+    for check in _checks(objective, params, key, dtype, product, forward):
+        if not check.passed:
+            raise PreflightError(_failure(check))
+        done.append(check)
+    return done
+
+
+def check_stacked(
+    matrix: str,
+    product: LinearProduct,
+    params: PyTree,
+    key: jax.Array,
+    *,
+    block_size: int,
+    relative: float,
+) -> Check:
+    """Products with several vectors at once against products one by one.
+
+    Args:
+        matrix: its name in words.
+        product: the product that will be used.
+        params: parameters of the checkpoint.
+        key: a threefry key for the vectors.
+        block_size: how many are stacked.
+        relative: the relative difference that rounding explains.
+
+    Raises:
+        PreflightError: they differ by more; names a way around the compiler.
+    """
+    vectors = probes.random_stack(key, list(range(block_size)), params)
+    together = trees.unstack(product.stacked(vectors))
+    lengths, differences = [], []
+    for vector, found in zip(trees.unstack(vectors), together, strict=True):
+        alone = product(vector)
+        lengths.append(float(trees.norm(alone)))
+        differences.append(float(trees.norm(trees.axpy(-1.0, alone, found))))
+    check = Check(
+        f"{matrix}, {block_size} vectors at once equal one by one",
+        max(differences),
+        0.0,
+        relative * max(lengths),
+        "the compiler has made a wrong function of the one for stacked vectors: on a "
+        f"CPU set the environment variable {YNN_OFF}, or block_size = 1",
+    )
+    if not check.passed:
+        raise PreflightError(_failure(check))
+    return check
+
+
+def _failure(check) -> str:
+    return (
+        f"the check '{check.name}' failed: {check.first:.9g} and {check.second:.9g} "
+        f"must differ by at most {check.tolerance:.3g}; {check.meaning}."
+    )
+
+
+def _checks(objective, params, key, dtype, hessian, forward):
+    relative = forward_mode.TOLERANCES.get(dtype, 1e-1)
+    value = objective.value(params)
+    yield Check(
+        "loss twice",
+        value,
+        objective.value(params),
+        1e-6 * abs(value),
+        "the loss is random: turn dropout off, or give one fixed key per batch",
+    )
+    losses = objective.model_loss(params)
+    if losses is not None:
+        own, measured = losses
+        yield Check(
+            "the model's own loss_fn",
+            own,
+            measured,
+            max(1e-5, LOSS_ROUNDINGS * float(jnp.finfo(dtype).eps)) * abs(measured),
+            "the model trains another loss than the cross entropy that is measured",
+        )
+    gradient = objective.gradient(params)
+    length = float(trees.norm(gradient))
+    noise = probes.random_like(key, params, "normal")
+    u = trees.scale(1.0 / float(trees.norm(noise)), noise)
+    if length > 0:
+        u = trees.axpy(1.0 / length, gradient, u)
+    if forward:
+        _, slope = objective.jvp(params, u)
+        yield Check(
+            "jvp equals <gradient, v>",
+            slope,
+            float(trees.inner(gradient, u)),
+            relative * length * float(trees.norm(u)),
+            "forward and reverse mode differ: a derivative rule in the model is wrong",
+        )
+    product = hessian(u)
+    length = float(trees.norm(product))
+    w = trees.scale(1.0 / length, product) if length > 0 else u
+    again = hessian(w)
+    yield Check(
+        "u.Hv equals v.Hu",
+        float(trees.inner(u, again)),
+        float(trees.inner(w, product)),
+        relative * float(trees.norm(u)) * float(trees.norm(again)),
+        "the Hessian is not symmetric: the loss is random or a derivative rule is wrong",
+    )
+    zero = hessian(trees.scale(0.0, u))
+    yield Check(
+        "H.0 equals 0",
+        float(trees.norm(zero)),
+        0.0,
+        0.0,
+        "the product with the Hessian is not linear",
+    )

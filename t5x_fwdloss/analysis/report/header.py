@@ -1,0 +1,65 @@
+"""The head of the report: what was analyzed, what was found, where to read it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from t5x_fwdloss.analysis.numbers import MeasurementResult
+from t5x_fwdloss.analysis.report import model_facts
+from t5x_fwdloss.analysis.report.tables import (
+    escaped,
+    number_cells,
+    section_id,
+    table,
+    title_of,
+)
+
+# Numbers of each measurement that stand in the head.
+NUM_HEADLINES = 2
+# A shorter report is seen at a glance.
+LEAST_CONTENTS = 4
+
+
+def subject(document: dict[str, Any]) -> str:
+    """One paragraph: model, sizes, types, optimizer, task, step."""
+    model = document["model"]
+    dtypes = " and ".join(model["parameter_dtypes"])
+    parts = [
+        model["class"] or "A loss",
+        model_facts.words(model),
+        f"{document['num_parameters']:,} parameters in {dtypes}",
+        f"activations in {document['activation_dtype']}",
+        f"optimizer {document['optimizer']}" if document["optimizer"] else "",
+        f"task {document['task']}" if document["task"] else "",
+        "" if document["step"] is None else f"step {document['step']:,}",
+    ]
+    return f"<p class='subject'>{escaped(' · '.join(filter(None, parts)))}</p>"
+
+
+def headlines(results: Sequence[MeasurementResult]) -> str:
+    """The first numbers of each measurement, with their errors, linked to the rest."""
+    rows = []
+    for result in results:
+        for number, (name, value) in enumerate(
+            list(result.numbers.items())[:NUM_HEADLINES]
+        ):
+            link = f"<a href='#{section_id(result.name)}'>{title_of(result.name)}</a>"
+            first = link if number == 0 else ""
+            rows.append(f"<tr><td>{first}</td>{number_cells(name, value)}</tr>")
+    if not rows:
+        return ""
+    head = "<th>Measurement<th>Number<th class='n'>Value<th class='e'>Error<th>Unit<th>"
+    return f"<section><h2>In short</h2>{table(head, rows)}</section>"
+
+
+def contents(titles: Sequence[tuple[str, str]]) -> str:
+    """Links to the sections, where there are many.
+
+    Args:
+        titles: id and title of each section, in order.
+    """
+    if len(titles) < LEAST_CONTENTS:
+        return ""
+    links = "".join(
+        f"<li><a href='#{i}'>{escaped(title)}</a></li>" for i, title in titles
+    )
+    return f"<nav><h2>Contents</h2><ol>{links}</ol></nav>"

@@ -1,0 +1,109 @@
+"""What makes two runs the same run: neither the mesh nor the machine is in it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtyping import PyTree
+
+from t5x_fwdloss.analysis.objective.function import Objective
+from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.store.checksum import checksum
+from t5x_fwdloss.curvature.vectors import trees
+
+# How far the loss of the same network may differ between two meshes or machines, relative
+# to its value, by the narrowest type in which the network multiplies matrices.
+LOSS_ROUNDING = {
+    "float64": 1e-10,
+    "float32": 1e-5,
+    "float16": 1e-3,
+    "bfloat16": 4e-3,
+}
+
+
+def of_settings(
+    objective: Objective,
+    measurements: Sequence[Any],
+    *,
+    seed: int,
+    checkpoint: str,
+    step: int | None,
+    other_checkpoints: Mapping[str, str],
+) -> dict[str, Any]:
+    """What is known of a run before anything is compiled.
+
+    Args:
+        objective: the loss over the fixed list of batches.
+        measurements: dataclasses of settings, in order.
+        seed: the run's seed.
+        checkpoint: path of the checkpoint.
+        step: its training step.
+        other_checkpoints: path to checksum of the other checkpoints that are read.
+    """
+    found = {
+        "checkpoint": checkpoint,
+        "step": step,
+        "batches": objective.batches_hash,
+        "seed": seed,
+        "loss": objective.settings,
+        "normalizer": {"kind": objective.normalizer_kind, "W": objective.W},
+        "dropout_seed": objective.dropout_seed,
+        "precision": objective.precision,
+        "measurements": [
+            {"kind": type(m).__name__, **dataclasses.asdict(m)} for m in measurements
+        ],
+    }
+    if other_checkpoints:
+        found["other_checkpoints"] = dict(other_checkpoints)
+    return found
+
+
+def of_network(objective: Objective, params: PyTree) -> dict[str, Any]:
+    """What the parameters and the network add: checksum, activation dtype, loss.
+
+    A loss that is not finite raises `NonFiniteLossError`.
+    """
+    return {
+        "parameters": checksum(params),
+        "activation_dtype": objective.activation_dtype(params),
+        "loss_value": objective.value(params),
+    }
+
+
+def of_preconditioner(preconditioner: Preconditioner | None) -> dict[str, Any]:
+    """What the optimizer adds where a measurement is preconditioned; else nothing."""
+    if preconditioner is None:
+        return {}
+    settings = {
+        "optimizer": preconditioner.optimizer,
+        "learning_rate": preconditioner.learning_rate,
+        "threshold": preconditioner.threshold,
+    }
+    return {
+        "preconditioner": settings,
+        # Of reductions over a mesh: the same up to rounding only.
+        "preconditioner_norm": float(trees.norm(preconditioner.diagonal)),
+    }
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The names of what is wanted and differs in what was found, in JSON's types.
+
+    Numbers that were computed are compared up to rounding, everything else exactly.
+    """
+    return [name for name in wanted if not _same(name, found, wanted)]
+
+
+def _same(name, found, wanted) -> bool:
+    one, other = found.get(name), wanted[name]
+    if not isinstance(one, float):
+        return one == other
+    if name == "preconditioner_norm":
+        return math.isclose(one, other, rel_tol=LOSS_ROUNDING["float32"])
+    if name != "loss_value":
+        return one == other
+    kind = wanted["activation_dtype"]
+    if wanted.get("precision") != "highest" and kind == "float32":
+        kind = "bfloat16"  # in which accelerators multiply at a lower precision
+    return math.isclose(one, other, rel_tol=LOSS_ROUNDING.get(kind, 4e-3))

@@ -1,0 +1,68 @@
+"""What all processes of a run must agree on: decided by process 0, told to the rest."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from t5x_fwdloss.analysis.store import files
+
+
+def from_primary(value: Any) -> Any:
+    """Process 0's value, in every process; JSON's types only."""
+    if jax.process_count() == 1:
+        return value
+    content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # Every process must bring an array of the same length, and only one knows it.
+    size = multihost_utils.broadcast_one_to_all(np.asarray(content.size))
+    padded = np.zeros(int(size), np.uint8)
+    if jax.process_index() == 0:
+        padded[:] = content
+    padded = multihost_utils.broadcast_one_to_all(padded)
+    return json.loads(np.asarray(padded).tobytes())
+
+
+def from_primary_doing(is_primary: bool, action: Callable[[], Any]) -> Any:
+    """What an action of the primary process returns, in every process; JSON's types only.
+
+    Args:
+        is_primary: whether this process does it.
+        action: reads or writes files.
+
+    Raises:
+        StorageError: what the action refused by a `ValueError`, in every process.
+    """
+    found, problem = None, None
+    if is_primary:
+        try:
+            found = action()
+        except ValueError as error:
+            problem = str(error)
+    found, problem = from_primary([found, problem])
+    if problem is not None:
+        raise files.StorageError(problem)
+    return found
+
+
+def least(value: float) -> int:
+    """The least of all processes' values, to seven digits."""
+    if jax.process_count() == 1:
+        return int(value)
+    # In float32, because JAX's integers have 32 bits: about 2e9.
+    return int(multihost_utils.process_allgather(np.float32(value)).min())
+
+
+def any_process(flag: bool) -> bool:
+    """Whether the flag is set in one process or more."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+
+
+def wait(name: str) -> None:
+    """Hold every process until all are here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)

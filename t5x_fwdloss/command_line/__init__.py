@@ -1,0 +1,1 @@
+"""What both hosts' command lines share: flags, one-sentence errors, exit status."""

@@ -1,0 +1,1 @@
+"""Randomized estimates of traces, diagonals and spectral densities."""

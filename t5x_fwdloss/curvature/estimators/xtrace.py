@@ -1,0 +1,289 @@
+r"""XTrace: the trace of a symmetric map, every probe used for the subspace and the rest.
+
+For probes $\omega_1 \dots \omega_k$ let $Q_{(i)}$ be an orthonormal basis of the products
+with all probes but number $i$. Each
+
+$$ t_i = \operatorname{tr} Q_{(i)}^T A Q_{(i)} + \alpha_i \, \omega_i^T P_{(i)} A P_{(i)}
+   \omega_i, \qquad P_{(i)} = I - Q_{(i)} Q_{(i)}^T $$
+
+is a Hutch++ estimate with one probe; XTrace is their mean, from $2 k$ products. The
+probes are Gaussian and $\alpha_i = (n - r_i) / \|P_{(i)} \omega_i\|^2$ takes the
+randomness of their length out (the $r_i$ are ranks). All of it comes from small
+matrices: $R = Q^T A \Omega$, $H = Q^T A Q$ and $W = Q^T \Omega$.
+
+The $t_i$ share most of their subspace, and the spread among them is too small an error
+for their mean (intervals of 90 % covered 82 % of the time). The error reported is the
+jackknife's, from the same small matrices: it is never too small on average (Efron and
+Stein), and up to four times too large where the spectrum decays fast.
+
+Where the products are linearly dependent (low rank, or more probes than parameters),
+they span the range of $A$ whichever is left out, and every $t_i$ is the trace.
+
+References:
+  Epperly, Tropp, Webber 2024, XTrace, sections 2 and 4.1 (the resphering).
+  Efron, Stein 1981, The jackknife estimate of variance.
+"""
+
+import collections.abc
+import math
+
+import numpy as np
+import scipy.stats
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature.estimators import hutchinson, sketches
+from t5x_fwdloss.curvature.krylov import basis
+from t5x_fwdloss.curvature.vectors import probes, trees
+
+
+def draw_probe(params: PyTree, key: probes.Key, number: int) -> PyTree:
+    """Probe `number`, Gaussian."""
+    return probes.random_like(probes.probe_key(key, number), params, "normal")
+
+
+class XtraceState:
+    """The vectors and the small matrices, grown probe by probe: where a run stands.
+
+    The probes are not in what is saved: they are drawn again from the key.
+    """
+
+    def __init__(self, params: PyTree, on_host: bool = False):
+        """An empty state.
+
+        Args:
+          params: The parameters (or any vector), for shapes and shardings.
+          on_host: Whether the vectors are kept in pinned host memory.
+        """
+        like = trees.zeros_like(params)
+        self.epsilon = trees.epsilon(like)
+        self.space = basis.Basis(like, on_host=on_host)  # Q
+        self.omega = basis.Basis(like, on_host=on_host)
+        self.r = np.zeros((0, 0))  # Q^T A Omega
+        self.w = np.zeros((0, 0))  # Q^T Omega
+        self.h = np.zeros((0, 0))  # Q^T A Q
+        self.quadratic = np.zeros(0)  # omega_i A omega_i
+        self.squares = np.zeros(0)  # |omega_i|^2
+        self.num_saved = 0  # probes of a saved state
+
+    @property
+    def num_products(self) -> int:
+        """Products so far."""
+        return max(self.omega.size, self.num_saved) + len(self.h)
+
+    def arrays(self) -> dict:
+        """The state's arrays, a pytree to be saved."""
+        numbers = {
+            name: getattr(self, name)
+            for name in ("r", "w", "h", "quadratic", "squares")
+        }
+        return {"vectors": list(self.space.vectors), **numbers}
+
+    def metadata(self) -> dict:
+        """The rest of the state, plain numbers that JSON holds."""
+        return {"space": self.space.metadata(), "num_probes": self.omega.size}
+
+    @classmethod
+    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "XtraceState":
+        """The state that `arrays` and `metadata` were taken from, to the bit.
+
+        The probes are still to be drawn: `xtrace` does that.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          arrays: As `arrays()` gave them.
+          metadata: As `metadata()` gave it.
+
+        Returns:
+          The state.
+        """
+        state = cls(like, metadata["space"]["on_host"])
+        space = basis.Basis.from_saved(like, arrays["vectors"], metadata["space"])
+        state.space, state.num_saved = space, metadata["num_probes"]
+        shapes = {"r": (space.size, -1), "w": (space.size, -1)}
+        for name in ("r", "w", "h", "quadratic", "squares"):
+            saved = np.array(arrays[name], np.float64)
+            setattr(state, name, saved.reshape(shapes.get(name, saved.shape)))
+        return state
+
+    def draw_again(self, params: PyTree, key: probes.Key) -> None:
+        """Puts the probes of a saved state in their place."""
+        for number in range(self.omega.size, self.num_saved):
+            self.omega.append(draw_probe(params, key, number), 1.0)
+
+    def add_probe(self, probe, product, name):
+        """Takes in one probe and its product; returns the new q, or None."""
+        number = self.omega.size
+        self.omega.append(probe, 1.0)
+        inner = float(trees.inner(probe, product))
+        self.quadratic = np.append(self.quadratic, inner)
+        self.squares = np.append(self.squares, float(trees.inner(probe, probe)))
+        coefficients, grew = sketches.extend(self.space, product, name)
+        size = self.space.size
+        self.r = _grown(self.r, size, number + 1)
+        self.w = _grown(self.w, size, number + 1)
+        self.r[:, number] = coefficients
+        self.w[:, number] = self.space.coefficients(probe)
+        if not grew:
+            return None
+        q = self.space.row(size - 1)
+        self.w[size - 1] = self.omega.coefficients(q)
+        return q
+
+    def add_row(self, q_product):
+        """Takes in the product with the oldest q that has none yet."""
+        column = self.space.coefficients(q_product)
+        known = len(self.h)
+        self.h = _grown(self.h, known + 1, known + 1)
+        # A is symmetric, so the new row is known, too.
+        self.h[: known + 1, known] = column[: known + 1]
+        self.h[known, : known + 1] = column[: known + 1]
+
+    def estimates(self, dimension) -> tuple[np.ndarray, float]:
+        """The leave-one-out estimates, and the jackknife standard error of their mean."""
+        count = self.omega.size
+        if self.space.size < count:  # the range is exhausted, whichever is left out
+            return np.full(count, np.trace(self.h)), 0.0
+        # Column i is orthogonal to all columns of R but number i: what is lost with it.
+        lost = np.linalg.inv(self.r).T
+        lost /= np.linalg.norm(lost, axis=0)
+        samples = np.array(
+            [self._left_out(i, lost[:, [i]], dimension) for i in range(count)]
+        )
+        if count < 3:
+            return samples, float(samples.std(ddof=1) / math.sqrt(count))
+        means = np.array([self._mean_without(j, lost, dimension) for j in range(count)])
+        spread = ((means - means.mean()) ** 2).sum()
+        return samples, math.sqrt((count - 1) / count * spread)
+
+    def _mean_without(self, j, lost, dimension):
+        """XTrace's estimate from all probes but number j."""
+        values = []
+        for i in range(self.omega.size):
+            if i == j:
+                continue
+            first = lost[:, i]
+            second = lost[:, j] - first * (first @ lost[:, j])
+            second /= np.linalg.norm(second)
+            pair = np.stack([first, second], axis=1)
+            values.append(self._left_out(i, pair, dimension))
+        return np.mean(values)
+
+    def _left_out(self, i, lost, dimension):
+        """The estimate with probe i outside of Q without the directions `lost`."""
+        kept = self.space.size - lost.shape[1]
+        x = self.w[:, i] - lost @ (lost.T @ self.w[:, i])
+        inside = np.trace(self.h) - np.einsum("ij,ik,kj->", lost, self.h, lost)
+        rest = self.quadratic[i] - 2 * x @ self.r[:, i] + x @ self.h @ x
+        square = self.squares[i] - x @ x
+        if square <= self.epsilon * self.squares[i]:
+            return inside
+        return inside + (dimension - kept) / square * rest
+
+    def rounding(self) -> float:
+        """The size of rounding errors in the estimate, a floor for its error."""
+        return self.epsilon * float(np.abs(np.diag(self.h)).sum())
+
+
+def _grown(matrix, rows, columns):
+    grown = np.zeros((rows, columns))
+    grown[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return grown
+
+
+def xtrace(
+    matvec: trees.Matvec,
+    params: PyTree,
+    key: probes.Key,
+    *,
+    num_probes: int = 16,
+    relative_error: float | None = None,
+    confidence: float = 0.95,
+    block_size: int = 1,
+    basis_on_host: bool = False,
+    on_step: collections.abc.Callable[[XtraceState], None] | None = None,
+    state: XtraceState | None = None,
+) -> hutchinson.TraceEstimate:
+    """The trace of a symmetric map by XTrace, at two products for each probe.
+
+    A product that holds NaN or Inf raises `NonFiniteError`.
+
+    Args:
+      matvec: The product; with `block_size` above one, of stacked vectors. Must be
+        symmetric.
+      params: The parameters (or any vector), for shapes, paths and shardings.
+      key: A seed or key.
+      num_probes: Probes, at most; never more than there are dimensions, plus one.
+      relative_error: Stop when half the confidence interval is at most this part of the
+        estimate, from eight probes on.
+      confidence: The level of the interval (Student's t).
+      block_size: Vectors in one call of `matvec`.
+      basis_on_host: Whether the vectors are kept in pinned host memory.
+      on_step: Called with the state after each block of probes.
+      state: The state of an earlier run with the same key, to go on from there.
+
+    Returns:
+      The estimate; `samples` are the leave-one-out estimates, `rank` is set where the
+      range of the map was exhausted: then the error is one of rounding only.
+
+    Raises:
+      ValueError: A count is below two, or the confidence is not between 0 and 1.
+    """
+    hutchinson.check_counts(num_probes, block_size, confidence)
+    if num_probes < 2:
+        raise ValueError(f"num_probes must be at least 2 for XTrace: got {num_probes}.")
+    total = trees.dimension(params)
+    num_probes = min(num_probes, total + 1)
+    sketch = XtraceState(params, basis_on_host) if state is None else state
+    sketch.draw_again(params, key)
+
+    def summary():
+        return _summary(sketch, total, confidence, relative_error)
+
+    estimate = None
+    if relative_error is not None and sketch.omega.size >= 2:
+        estimate = summary()
+    while (first := sketch.omega.size) < num_probes:
+        if sketch.space.size < first - 1:
+            break  # the range is exhausted: more probes tell nothing new
+        if first >= hutchinson.LEAST_PROBES and estimate and estimate.converged:
+            break
+        count = min(block_size, num_probes - first)
+        name = f"XTrace probe {first}"
+        omegas = [draw_probe(params, key, first + i) for i in range(count)]
+        results = sketches.apply_all(matvec, omegas, block_size)
+        added = [
+            sketch.add_probe(probe, product, name)
+            for probe, product in zip(omegas, results, strict=True)
+        ]
+        new = [q for q in added if q is not None]
+        for product in sketches.apply_all(matvec, new, block_size):
+            trees.finite_norm(product, name)
+            sketch.add_row(product)
+        if on_step is not None:
+            on_step(sketch)
+        if sketch.omega.size >= 2 and relative_error is not None:
+            estimate = summary()
+    if estimate is None or estimate.num_probes < sketch.omega.size:
+        estimate = summary()
+    return estimate
+
+
+def _summary(sketch, dimension, confidence, relative_error):
+    samples, error = sketch.estimates(dimension)
+    count = len(samples)
+    exhausted = sketch.space.size < count or sketch.space.size >= dimension
+    mean = float(samples.mean())
+    quantile = float(scipy.stats.t.ppf(0.5 + confidence / 2, count - 1))
+    half = quantile * error + hutchinson.ROUNDING * sketch.rounding()
+    met = None if relative_error is None else half <= relative_error * abs(mean)
+    return hutchinson.TraceEstimate(
+        mean=mean,
+        standard_error=error,
+        num_probes=count,
+        samples=samples,
+        num_products=sketch.num_products,
+        interval=(mean - half, mean + half),
+        confidence=confidence,
+        converged=met,
+        rank=sketch.space.size if exhausted else None,
+    )

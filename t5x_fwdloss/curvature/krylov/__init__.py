@@ -1,0 +1,1 @@
+"""Krylov spaces: orthonormal bases, Lanczos, eigenpairs."""

@@ -1,0 +1,212 @@
+r"""An orthonormal basis of vectors that grows one by one and is read a few rows at a time.
+
+A pass of classical Gram-Schmidt reads each row twice, once for the coefficients
+$c = V^T w$ and once for $w - V c$, and `w` once for `ROWS` of them; vector by vector it
+would read, and write, `w` for each. A row that is appended keeps the memory it was
+computed in. Rows may live in host memory: then a few at a time visit the device.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from t5x_fwdloss.curvature.krylov import rows as row_ops
+from t5x_fwdloss.curvature.vectors import in_flight, trees
+from t5x_fwdloss.curvature.vectors import layout as shardings_lib
+
+# Rows that one program reads.
+ROWS = 4
+# Rows that stay on the device where the others do not: the recurrence reads them next.
+ON_DEVICE = 2
+
+
+class Basis:
+    """Vectors that stay as they are once appended.
+
+    Attributes:
+      vectors: The rows, trees like the parameters; an explicit state to be saved.
+      on_host: Whether all but the newest rows are kept in pinned host memory.
+    """
+
+    def __init__(self, like: PyTree, *, on_host: bool = False):
+        """An empty basis.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          on_host: Whether all but the newest rows are kept in pinned host memory.
+        """
+        self.on_host = on_host
+        self.vectors: list[PyTree] = []
+        self._like = jax.eval_shape(lambda tree: tree, like)
+        self.shardings = tuple(map(shardings_lib.sharding_of, jax.tree.leaves(like)))
+
+    @property
+    def size(self) -> int:
+        """The number of vectors."""
+        return len(self.vectors)
+
+    def append(self, w: PyTree, factor: float, *, donate: bool = False) -> PyTree:
+        """Appends the vector `factor * w` and returns it; may reuse the memory of `w`."""
+        scale = row_ops.scale_in_place if donate else row_ops.scaled
+        return self._add(scale(factor, w, shardings=self.shardings))
+
+    def _add(self, v):
+        self.vectors.append(v)
+        if self.on_host and self.size > ON_DEVICE:
+            old = self.size - ON_DEVICE - 1
+            self.vectors[old] = _move(self.vectors[old], "pinned_host")
+        return v
+
+    def row(self, index: int) -> PyTree:
+        """Vector number `index`; its memory must not be donated."""
+        if self.on_host and index < self.size - ON_DEVICE:
+            kind = jax.local_devices()[0].default_memory().kind
+            return _move(self.vectors[index], kind)
+        return self.vectors[index]
+
+    def _rows(self, first, count):
+        return tuple(self.row(i) for i in range(first, min(first + count, self.size)))
+
+    def coefficients(self, w: PyTree) -> Float[np.ndarray, " size"]:
+        """The inner products of `w` with all vectors, float64 on the host; one read."""
+        whole = self.size - self.size % ROWS
+        # One by one at the end: a program for each remainder is not worth compiling.
+        groups = [self._rows(first, ROWS) for first in range(0, whole, ROWS)]
+        groups += [self._rows(index, 1) for index in range(whole, self.size)]
+        parts = [
+            in_flight.limited(i, row_ops.measure(rows, w, shardings=self.shardings))
+            for i, rows in enumerate(groups)
+        ]
+        parts = [np.asarray(part, np.float64) for part in parts]
+        return np.concatenate([*parts, np.zeros(0)])
+
+    def subtract(self, w: PyTree, coefficients: np.ndarray) -> PyTree:
+        """`w` minus the vector with the given coefficients; one read, `w` is donated."""
+        dtype = trees.widest_dtype(*jax.tree.leaves(w))
+        for number, first in enumerate(range(0, self.size, ROWS)):
+            part = np.asarray(coefficients[first : first + ROWS], np.float64)
+            if not part.any():
+                continue
+            rows = self._rows(first, ROWS)
+            rows += rows[:1] * (ROWS - len(rows))  # one program: the rest times zero
+            c = jnp.asarray(np.r_[part, np.zeros(ROWS - len(part))], dtype)
+            w = row_ops.subtract(w, rows, c, shardings=self.shardings)
+            in_flight.limited(number, w)
+        return w
+
+    def combination(self, coefficients: np.ndarray) -> PyTree:
+        """The vector with the given coefficients, `[size]`."""
+        leaves, structure = jax.tree.flatten(self._like)
+        avals = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+        zero = shardings_lib.zeros(structure, avals, self.shardings)
+        return self.subtract(zero, -np.asarray(coefficients, np.float64))
+
+    def rotated(self, rotation: np.ndarray) -> "Basis":
+        """The basis of the columns of `rotation`, `[size, n]`; this one stays as it is."""
+        result = Basis(self._like, on_host=self.on_host)
+        result.shardings = self.shardings
+        for number, column in enumerate(rotation.T):
+            (used,) = np.nonzero(column)
+            kept = len(used) == 1 and column[used[0]] == 1.0
+            new = self.row(int(used[0])) if kept else self.combination(column)
+            result._add(in_flight.limited(number, new))
+        return result
+
+    def joined(self, other: "Basis", first: int, count: int) -> "Basis":
+        """The vectors of both bases: `first` of this, `count` of the other, the rest."""
+        result = Basis(self._like, on_host=self.on_host)
+        result.shardings = self.shardings
+        for basis, numbers in (
+            (self, range(first)),
+            (other, range(count)),
+            (self, range(first, self.size)),
+            (other, range(count, other.size)),
+        ):
+            for number in numbers:
+                result._add(basis.row(number))
+        return result
+
+    def gram(self) -> Float[np.ndarray, "size size"]:
+        """The inner products of all pairs of vectors, float64 on the host."""
+        rows = [self.coefficients(self.row(i)) for i in range(self.size)]
+        return np.array(rows).reshape(self.size, self.size)
+
+    def local_step(
+        self,
+        w: PyTree,
+        v: PyTree,
+        previous: PyTree | None,
+        coefficient: float,
+        overlap: float = 0.0,
+    ) -> tuple[PyTree, Array, Array]:
+        """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm.
+
+        The memory of `w` is reused, unless `w` shares it with `v` or does not have the
+        types and shardings of the basis. `overlap` is what is left of a product of `v`
+        and `previous`.
+        """
+        if previous is None:
+            previous, coefficient = v, 0.0
+        if self._needs_copy(w, v):
+            w = row_ops.cast(w, v, shardings=self.shardings)
+        return row_ops.local_step(
+            w, v, previous, coefficient, overlap, shardings=self.shardings
+        )
+
+    def _needs_copy(self, w, v):
+        triples = zip(
+            jax.tree.leaves(w), jax.tree.leaves(v), self.shardings, strict=True
+        )
+        return not all(
+            isinstance(one, jax.Array)
+            and one is not other
+            and one.dtype == other.dtype
+            and (sharding is None or one.sharding.is_equivalent_to(sharding, one.ndim))
+            for one, other, sharding in triples
+        )
+
+    def metadata(self) -> dict:
+        """What `from_saved` needs beside the vectors, plain numbers that JSON holds."""
+        return {"size": self.size, "on_host": self.on_host}
+
+    @classmethod
+    def from_saved(cls, like: PyTree, vectors: list[PyTree], metadata: dict) -> "Basis":
+        """The basis that `vectors` and `metadata` were taken from, to the bit.
+
+        Args:
+          like: A vector that gives shapes, types and shardings.
+          vectors: The saved rows, arrays on any device or on the host.
+          metadata: As `metadata()` gave it.
+
+        Raises:
+          ValueError: The vectors are not those of a basis like this one.
+        """
+        found = cls(like, on_host=metadata["on_host"])
+        if len(vectors) != metadata["size"]:
+            raise ValueError(
+                f"A saved basis must have {metadata['size']} vectors: got {len(vectors)}."
+            )
+        for vector in vectors:
+            trees.check_like(vector, found._like, "saved vector")
+        found.vectors = [found._place(vector) for vector in vectors]
+        if found.on_host:
+            old = found.vectors[:-ON_DEVICE]
+            new = found.vectors[len(old) :]
+            found.vectors = [_move(vector, "pinned_host") for vector in old] + new
+        return found
+
+    def _place(self, vector):
+        leaves = [
+            jnp.asarray(leaf) if sharding is None else jax.device_put(leaf, sharding)
+            for leaf, sharding in zip(
+                jax.tree.leaves(vector), self.shardings, strict=True
+            )
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
+
+
+def _move(vector, kind):
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)), vector
+    )

@@ -1,0 +1,389 @@
+r"""The largest and smallest eigenpairs of a symmetric map, each with its true residual.
+
+The Krylov space grows until the estimated residuals $\|A y - \theta y\|$ of all wanted
+Ritz pairs are small enough: `tolerance` times that pair's own $|\theta|$, plus what
+rounding leaves whatever the steps (`rounding_level`, relative to the largest
+$|\theta|$). Then a fresh random vector looks in the complement of the space for copies of
+the values found, as far as these would move another place (`places`): one that is found
+is taken into the space, which grows on. At the end each pair costs one more product,
+which gives its Rayleigh quotient and its true residual $r$. There is an eigenvalue within
+$r$ of the number reported, whatever happened before.
+"""
+
+import collections.abc
+import dataclasses
+
+import numpy as np
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature.krylov import places, ritz
+from t5x_fwdloss.curvature.krylov.eigenpairs_state import (
+    EigenpairsResult,
+    EigenpairsState,
+)
+from t5x_fwdloss.curvature.krylov.places import End
+from t5x_fwdloss.curvature.krylov.space import BREAKDOWN, Krylov, rounding_level
+from t5x_fwdloss.curvature.vectors import probes, trees
+
+# The part of the steps after which an end that is converged is settled on its own.
+LATE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What is asked for, and of a space of which dimension."""
+
+    num_largest: int
+    num_smallest: int
+    tolerance: float
+    rounding: float
+    total: int
+
+    @property
+    def count(self) -> int:
+        return self.num_largest + self.num_smallest
+
+    def positions(self, size: int) -> dict[End, list[int]]:
+        """Positions in ascending order, from the outermost inwards; none twice."""
+        largest = min(self.num_largest, size)
+        smallest = min(self.num_smallest, size - largest)
+        return {
+            "largest": [size - 1 - i for i in range(largest)],
+            "smallest": list(range(smallest)),
+        }
+
+    def level(self, space: Krylov) -> float:
+        """The residual that rounding leaves, relative to the largest value."""
+        epsilon = trees.epsilon(space.basis.row(0))
+        return rounding_level(epsilon, space.num_products, self.rounding)
+
+    def places(self, space: Krylov) -> dict[End, places.Places]:
+        """The places at each end at which pairs are wanted."""
+        values, _, residuals = ritz.pairs(space)
+        allowed = places.allowed_residuals(values, self.tolerance, self.level(space))
+        return {
+            end: places.Places(
+                places.SIGNS[end], values[chosen], residuals[chosen], allowed[chosen]
+            )
+            for end, chosen in self.positions(len(values)).items()
+            if chosen
+        }
+
+
+def eigenpairs(
+    matvec: trees.Matvec,
+    start: PyTree | list[PyTree],
+    *,
+    num_largest: int = 1,
+    num_smallest: int = 1,
+    max_steps: int = 100,
+    tolerance: float = 1e-4,
+    rounding: float = 0.0,
+    max_basis: int | None = None,
+    dimension: int | None = None,
+    basis_on_host: bool = False,
+    fresh: collections.abc.Callable[[int], PyTree] | None = None,
+    on_step: collections.abc.Callable[[EigenpairsState], None] | None = None,
+    state: EigenpairsState | None = None,
+) -> EigenpairsResult:
+    """The eigenpairs at both ends of the spectrum of `matvec`.
+
+    A single start vector sees one direction of each eigenspace, several of them (a
+    block start) as many. Multiplicities beyond that are found with fresh random
+    vectors: where the space becomes invariant before there are enough pairs, and where
+    the pairs are converged, until no copy of a value in front of the last place is
+    overlooked, with a chance of at most one in a hundred for each end. Places that
+    `max_steps` or `max_basis` leaves open are not settled, and so not converged. A
+    product that holds NaN or Inf raises `NonFiniteError`.
+
+    Args:
+      matvec: Product with a symmetric matrix: vector to vector.
+      start: The start vector, or a list of them; their shardings are kept throughout.
+      num_largest: Pairs wanted at the upper end.
+      num_smallest: Pairs wanted at the lower end.
+      max_steps: Largest number of products, but for one for each pair at the end.
+      tolerance: Residual at which to stop, relative to each pair's own magnitude.
+      rounding: A measured relative error of the products, added to the residual at
+        which to stop, relative to the largest magnitude, where it is larger than what
+        the type of the vectors makes of it.
+      max_basis: Largest number of vectors held; beyond it the space is restarted with
+        the best Ritz vectors. None: never restarted.
+      dimension: The dimension of the space on which `matvec` acts, where it is smaller
+        than the number of parameters (a parameter group).
+      basis_on_host: Whether the basis is kept in pinned host memory.
+      fresh: `fresh(i)` gives the fresh vector number `i`, whose entries should be
+        normal; None: from seed `i`.
+      on_step: Called with the state after each step.
+      state: The state of an earlier run, to go on from there.
+
+    Returns:
+      The pairs; those not converged are marked so.
+
+    Raises:
+      ValueError: A count or the tolerance is out of range, or all starts are zero.
+    """
+    starts = start if isinstance(start, list) else [start]
+    like = starts[0]
+    total = trees.dimension(like) if dimension is None else dimension
+    _check(num_largest, num_smallest, max_steps, tolerance, max_basis, len(starts))
+    if not rounding >= 0:
+        raise ValueError(f"rounding must be at least 0: got {rounding}.")
+    if state is None:
+        space = Krylov(like, basis_on_host=basis_on_host)
+        added = [space.add_start(vector) for vector in starts[:total]]
+        if not any(added):
+            raise ValueError("The start vector must not be zero.")
+        state = EigenpairsState(space, [])
+    if fresh is None:
+        fresh = lambda i: probes.random_like(i, like, "normal")
+    wanted = _Wanted(num_largest, num_smallest, tolerance, rounding, total)
+    search = _Search(matvec, wanted, state, fresh, max_basis, max_steps)
+    while state.num_products < max_steps and search.step():
+        _record(state, wanted)
+        if on_step is not None:
+            on_step(state)
+    if state.chain is not None:
+        state.end_chain(join=False)
+    return _finish(matvec, state, wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search under way: each step takes one product."""
+
+    matvec: trees.Matvec
+    wanted: _Wanted
+    state: EigenpairsState
+    fresh: collections.abc.Callable[[int], PyTree]
+    max_basis: int | None
+    max_steps: int
+
+    def step(self) -> bool:
+        """One step; false where there is nothing left to do."""
+        state, wanted = self.state, self.wanted
+        if state.space.num_expanded >= wanted.total:
+            return False
+        enough = state.space.num_expanded >= min(wanted.count, wanted.total)
+        found: dict[End, places.Places] = {}
+        if enough:
+            found = wanted.places(state.space)
+        converged: list[End] = [end for end in found if self._converged(found[end])]
+        unsettled = {
+            end: found[end]
+            for end in converged
+            if not found[end].settled(state.checked[end])
+        }
+        # Both ends in one chain, unless steps run short for an end that is converged.
+        ready = len(converged) == len(found) or self._late
+        if state.chain is None and unsettled and ready and not state.crowded:
+            self._start_chain(unsettled)
+        if state.chain is not None:
+            self._look(state.chain, unsettled)
+            return True
+        if enough and len(converged) == len(found):
+            return False
+        return self._grow()
+
+    @property
+    def _late(self):
+        return self.state.num_products >= LATE * self.max_steps
+
+    def _converged(self, found):
+        # A zero scale tells nothing of a matrix before the space is invariant.
+        known = found.allowed.max() > 0.0 or self.state.space.exhausted
+        return found.converged and known
+
+    def _grow(self):
+        space = self.state.space
+        if space.exhausted and not space.add_start(self._draw()):
+            return False
+        if self.max_basis is not None and space.basis.size >= self.max_basis:
+            self._restart(self.max_basis)
+        space.expand(self.matvec)
+        return True
+
+    def _draw(self):
+        self.state.num_fresh += 1
+        return self.fresh(self.state.num_fresh - 1)
+
+    def _start_chain(self, unsettled):
+        """A fresh vector of the complement, if there is one and room for its space."""
+        state, space = self.state, self.state.space
+        if self.max_basis is not None:
+            if space.basis.size > self.max_basis // 2:
+                self._restart(self.max_basis)
+            waiting = space.basis.size - space.num_expanded
+            # A chain of two, and what a restart needs if its vectors are taken in.
+            least = max(space.basis.size + 2, self.wanted.count + waiting + 3)
+            state.crowded = least > self.max_basis
+            if state.crowded:
+                return
+        rest, _, before, after = space.cleared(self._draw(), "fresh vector")
+        chain = Krylov(space.basis.row(0), basis_on_host=space.basis.on_host)
+        if after > BREAKDOWN * trees.epsilon(rest) * before:
+            chain.add_start(rest)
+            state.chain = chain
+        else:  # the space is the whole one
+            self._note_checked(unsettled)
+
+    def _look(self, chain, unsettled):
+        """One step of the chain, and what follows from it."""
+        state = self.state
+        chain.expand(self._complement_product)
+        values, _, _ = ritz.pairs(chain)
+        outermost = {"largest": values[-1], "smallest": values[0]}
+        if any(x.changed_by(outermost[end]) for end, x in unsettled.items()):
+            state.end_chain(join=True)
+        elif all(self._unlikely(chain, x) for x in unsettled.values()):
+            self._note_checked(unsettled)
+            state.end_chain(join=False)
+        elif self.max_basis is not None:
+            size = state.space.basis.size + chain.basis.size
+            state.crowded = size >= self.max_basis
+            if state.crowded:
+                state.end_chain(join=False)
+
+    def _complement_product(self, v):
+        space = self.state.space
+        name = f"Lanczos step {self.state.num_products + 1}"
+        rest, coefficients, _, _ = space.cleared(self.matvec(v), name)
+        self.state.couplings.append(coefficients[space.num_expanded :].tolist())
+        return rest
+
+    def _unlikely(self, chain, found):
+        dimension = self.wanted.total - self.state.space.basis.size
+        chances = (
+            places.chance_overlooked(chain, value, dimension)
+            for value in found.at_stake
+        )
+        return max(chances) <= places.OVERLOOKED
+
+    def _note_checked(self, unsettled):
+        for end, found in unsettled.items():
+            self.state.checked[end] = float(found.at_stake[-1])
+
+    def _restart(self, max_basis):
+        """Keeps the wanted Ritz vectors and, to converge faster, some more of each end."""
+        space, wanted = self.state.space, self.wanted
+        values, vectors, _ = ritz.pairs(space)
+        j = space.num_expanded
+        waiting = space.basis.size - j
+        room = min(j, max_basis - waiting - 1)
+        kept = min(room, max(wanted.count, (max_basis - waiting) // 2))
+        spare = max(kept - wanted.count, 0)
+        share = wanted.num_largest / wanted.count
+        top = min(wanted.num_largest + round(spare * share), kept)
+        columns = [*range(kept - top), *range(j - top, j)]
+        ritz.restart(space, values[columns], vectors[:, columns])
+        self.state.num_restarts += 1
+
+
+def smallest_basis(num_pairs: int, num_starts: int) -> int:
+    """The least `max_basis` that has room for the pairs when the space is restarted."""
+    return num_pairs + num_starts + 2
+
+
+def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_starts):
+    if min(num_largest, num_smallest) < 0 or num_largest + num_smallest < 1:
+        raise ValueError(
+            "num_largest and num_smallest must not be negative, and not both zero: got "
+            f"{num_largest} and {num_smallest}."
+        )
+    if max_steps < 1:
+        raise ValueError(f"max_steps must be at least 1: got {max_steps}.")
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance must lie between 0 and 1: got {tolerance}.")
+    least = smallest_basis(num_largest + num_smallest, num_starts)
+    if max_basis is not None and max_basis < least:
+        raise ValueError(
+            f"max_basis must be at least {least} for {num_largest} + {num_smallest} "
+            f"pairs and {num_starts} start vectors: got {max_basis}."
+        )
+
+
+def _record(state, wanted):
+    values, _, estimates = ritz.pairs(state.space)
+    row = [float(state.num_products)]
+    for chosen in wanted.positions(len(values)).values():
+        for position in chosen:
+            row += [float(values[position]), float(estimates[position])]
+    row += [float("nan")] * (1 + 2 * wanted.count - len(row))
+    state.history.append(row)
+
+
+def _finish(matvec, state, wanted):
+    space = state.space
+    values, coefficients, _ = ritz.pairs(space)
+    ends = [
+        (end, position)
+        for end, chosen in wanted.positions(len(values)).items()
+        for position in chosen
+    ]
+    vectors = _orthonormal(ritz.vector(space, coefficients[:, i]) for _, i in ends)
+    pairs = [
+        _rayleigh(matvec, y, f"residual of {end} eigenpair {number + 1}")
+        for number, (y, (end, _)) in enumerate(zip(vectors, ends, strict=True))
+    ]
+    thetas, residuals = np.array(pairs).reshape(-1, 2).T
+    scale, level = float(np.abs(values).max()), wanted.level(space)
+    allowed = wanted.tolerance * np.abs(thetas) + level * scale
+    settled = _settled(state, wanted)
+    gram = np.array(
+        [[float(trees.inner(u, v)) for v in vectors] for u in vectors], np.float64
+    )
+    return EigenpairsResult(
+        eigenvalues=thetas,
+        eigenvectors=vectors,
+        ends=tuple(end for end, _ in ends),
+        residuals=residuals,
+        converged=tuple(map(bool, (residuals <= allowed) & settled)),
+        allowed=allowed,
+        settled=tuple(map(bool, settled)),
+        scale=scale,
+        tolerance=wanted.tolerance,
+        rounding=level,
+        orthogonality=float(np.abs(gram - np.eye(len(vectors))).max()),
+        num_steps=space.num_products,
+        num_products=space.num_products + len(vectors),
+        num_restarts=state.num_restarts,
+        exhausted=space.exhausted,
+        history=np.array(state.history).reshape(
+            len(state.history), 1 + 2 * wanted.count
+        ),
+    )
+
+
+def _orthonormal(vectors):
+    """The vectors, each cleared of those before it: the basis is less orthogonal.
+
+    What is left of a vector with a large eigenvalue would be seen in the residual of a
+    small one, multiplied by the large eigenvalue.
+    """
+    found = []
+    for vector in vectors:
+        for other in found:
+            overlap = float(trees.inner(other, vector))
+            vector = trees.axpy(-overlap, other, vector)
+        found.append(trees.scale(1.0 / float(trees.norm(vector)), vector))
+    return found
+
+
+def _rayleigh(matvec, y, name):
+    """The Rayleigh quotient of a unit vector and its true residual, by one product."""
+    product = matvec(y)
+    trees.check_finite(product, name)
+    theta = float(trees.inner(y, product))
+    return theta, float(trees.norm(trees.axpy(-theta, y, product)))
+
+
+def _settled(state, wanted):
+    """For each pair, whether no copy of a value in front of it was overlooked."""
+    found = wanted.places(state.space)
+    whole = state.space.num_expanded >= wanted.total
+    return np.array(
+        [
+            whole or at_end.settled(state.checked[end], index)
+            for end, at_end in found.items()
+            for index in range(len(at_end.values))
+        ]
+    )

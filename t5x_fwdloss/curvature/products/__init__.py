@@ -1,0 +1,1 @@
+"""Products of derivative matrices with vectors."""

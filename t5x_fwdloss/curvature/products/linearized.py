@@ -1,0 +1,267 @@
+r"""Products that linearize once per batch, and are then cheap to repeat.
+
+At fixed parameters and batch $v \mapsto A v$ is the same linear map each time.
+Linearizing the gradient (or the outputs) once keeps the intermediate values, the
+*residuals*, and saves the forward and backward pass in every later product. They take
+memory: batches are linearized as long as the compiler's own estimate fits the budget,
+the others are differentiated anew in each product. `AmortizedProduct.batches` says
+which was done for each.
+
+The linear functions are rewritten to read less (`folding`). Where that fails they are
+kept as JAX made them: `AmortizedProduct.folding` says why.
+"""
+
+import collections.abc
+import dataclasses
+import logging
+import os
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from t5x_fwdloss.curvature.products import derivatives, folding, operators
+from t5x_fwdloss.curvature.vectors import trees
+
+# The part of free memory that residuals may take where no budget is given.
+SHARE = 0.5
+FOLDED = "folded"
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRecord:
+    """How one batch is treated.
+
+    Attributes:
+      linearized: Whether its residuals are kept.
+      residual_bytes: What they take on each device, by the compiler's estimate.
+      reason: Why, in words.
+    """
+
+    linearized: bool
+    residual_bytes: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearMap:
+    """A product split in what depends on the vector and what does not.
+
+    Attributes:
+      linearize: `(params, *args) -> residuals`, pure.
+      fold: `(residuals, params) -> residuals` that are cheaper to apply, pure.
+      apply: `(residuals, params, v, *args) -> A v`, pure, with either kind of residuals.
+      direct: `(params, v, *args) -> A v`, pure, without residuals.
+    """
+
+    linearize: collections.abc.Callable[..., typing.Any]
+    fold: collections.abc.Callable[..., typing.Any]
+    apply: collections.abc.Callable[..., PyTree]
+    direct: collections.abc.Callable[..., PyTree]
+
+
+def hessian_map(loss: derivatives.Function) -> LinearMap:
+    """The Hessian product, forward over reverse, as a linear map of the gradient."""
+
+    def linearize(params, *args):
+        function = derivatives.of_floats(loss, params, args)
+        floats = trees.float_part(params)
+        return jax.linearize(jax.grad(function), floats)[1]
+
+    def fold(linear, params):
+        return folding.fold((linear, trees.float_part(params)))
+
+    def apply(linear, params, v, *args):
+        del args
+        return trees.as_vector(linear(derivatives.tangent(v, params)))
+
+    return LinearMap(linearize, fold, apply, derivatives.hessian_product(loss))
+
+
+def gauss_newton_map(
+    outputs: derivatives.Function, output_hessian: derivatives.Function
+) -> LinearMap:
+    """The Gauss-Newton product, with the outputs' Jacobian linearized once."""
+
+    def linearize(params, *args):
+        function = derivatives.of_floats(outputs, params, args)
+        return jax.linearize(function, trees.float_part(params))
+
+    def fold(residuals, params):
+        z, jacobian = residuals
+        floats = trees.float_part(params)
+        transpose = jax.linear_transpose(jacobian, floats)
+        return z, folding.fold((jacobian, floats), (lambda bar: transpose(bar)[0], z))
+
+    def apply(residuals, params, v, *args):
+        z, jacobian = residuals
+        transpose = None
+        if isinstance(jacobian, folding.Folded):
+            transpose = lambda bar: jacobian(bar, 1)
+        return derivatives.sandwich(
+            z, jacobian, output_hessian, params, v, args, transpose
+        )
+
+    direct = derivatives.gauss_newton_product(outputs, output_hessian)
+    return LinearMap(linearize, fold, apply, direct)
+
+
+def free_bytes() -> int:
+    """Memory free on the first device; for CPUs, each device's share of the host's."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return pages // max(jax.local_device_count(), 1)
+
+
+class AmortizedProduct:
+    """The map `v -> factor * sum over batches of A_b v`, linearized where it fits.
+
+    Attributes:
+      batches: A `BatchRecord` for each batch.
+      folding: Whether the linear functions are folded, and why not, in words.
+    """
+
+    def __init__(
+        self,
+        linear_map: LinearMap,
+        params: PyTree,
+        batches: collections.abc.Sequence[tuple],
+        *,
+        factor: float = 1.0,
+        memory_budget: int | None = None,
+        fold: bool = True,
+    ):
+        """Linearizes the batches that fit, in order.
+
+        Args:
+          linear_map: The product, such as `hessian_map(loss)`.
+          params: The parameters.
+          batches: For each batch the tuple of further arguments.
+          factor: One over the normalizer of all batches together.
+          memory_budget: Bytes that residuals may take on each device; None: half of
+            what is free now; 0: never linearize.
+          fold: Whether to rewrite the linear functions to read less memory.
+
+        Raises:
+          ValueError: There are no batches.
+        """
+        if not batches:
+            raise ValueError("A product must have at least one batch: got none.")
+        budget = SHARE * free_bytes() if memory_budget is None else memory_budget
+        self._budget = int(budget)
+        self._params = params
+        self._args = list(batches)
+        self._factor = factor
+        self._map = linear_map
+        self._apply = jax.jit(linear_map.apply)
+        self._direct = jax.jit(linear_map.direct)
+        self._apply_many = jax.jit(
+            lambda residuals, params, vs, *args: jax.vmap(
+                lambda v: linear_map.apply(residuals, params, v, *args)
+            )(vs)
+        )
+        self._direct_many = jax.jit(operators.stacked(linear_map.direct))
+        self.folding = FOLDED if fold else "not folded: switched off"
+        try:
+            self._residuals, self.batches = self._linearized(fold)
+        except Exception as error:
+            if not fold or _is_of_device(error):
+                raise
+            self._residuals, self.batches = self._linearized(fold=False)
+            self._say_why(error)
+
+    def _linearized(self, fold):
+        """Residuals of each batch, None for one that does not fit, and the records."""
+
+        def linearize(params, *args):
+            residuals = self._map.linearize(params, *args)
+            return self._map.fold(residuals, params) if fold else residuals
+
+        jitted, compiled = jax.jit(linearize), {}
+        residuals, records = [], []
+        for args in self._args:
+            found, record = self._kept(jitted, args, compiled, records)
+            residuals.append(found)
+            records.append(record)
+        return residuals, records
+
+    def _kept(self, jitted, args, compiled, records):
+        if self._budget <= 0:
+            return None, BatchRecord(False, 0, "no memory budget")
+        # Compiled once for all batches of the same shapes.
+        leaves, structure = jax.tree.flatten(args)
+        key = structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
+        if key not in compiled:
+            compiled[key] = jitted.lower(self._params, *args).compile()
+        analysis = compiled[key].memory_analysis()
+        need = int(getattr(analysis, "output_size_in_bytes", 0))
+        used = sum(record.residual_bytes for record in records if record.linearized)
+        fits = used + need <= self._budget
+        sentence = (
+            f"residuals of {need} bytes, {used} already held, "
+            f"budget {self._budget} bytes"
+        )
+        found = compiled[key](self._params, *args) if fits else None
+        return found, BatchRecord(fits, need, sentence)
+
+    def _say_why(self, error):
+        first_line = str(error).partition("\n")[0]
+        self.folding = f"not folded: {type(error).__name__}: {first_line}"
+        logging.getLogger(__name__).warning("Linear functions are %s", self.folding)
+
+    @property
+    def num_linearized(self) -> int:
+        """How many batches are linearized."""
+        return sum(record.linearized for record in self.batches)
+
+    def _sum(self, all_residuals, apply, direct, v, params=None):
+        params = self._params if params is None else params
+
+        def part(residuals, args):
+            if residuals is None:
+                return direct(params, v, *args)
+            return apply(residuals, params, v, *args)
+
+        pairs = list(zip(all_residuals, self._args, strict=True))
+        product = lambda _, __, index: part(*pairs[index])
+        numbers = [(index,) for index in range(len(pairs))]
+        # The parts are compiled, so that their results are new arrays.
+        total = operators.summed(
+            product, None, numbers, factor=self._factor, fresh=True
+        )
+        return total(v)
+
+    def _product(self, apply, direct, v):
+        try:
+            return self._sum(self._residuals, apply, direct, v)
+        except Exception as error:
+            if self.folding != FOLDED or _is_of_device(error):
+                raise
+            residuals, batches = self._linearized(fold=False)
+            # An error that has nothing to do with folding is raised again here.
+            found = self._sum(residuals, apply, direct, v)
+            self._residuals, self.batches = residuals, batches
+            self._say_why(error)
+            return found
+
+    def at(self, params: PyTree) -> collections.abc.Callable[[PyTree], PyTree]:
+        """The map at other parameters of the same shapes, differentiated anew."""
+        none = [None] * len(self._args)
+        return lambda v: self._sum(none, self._apply, self._direct, v, params)
+
+    def __call__(self, v: PyTree) -> PyTree:
+        """The product with one vector."""
+        return self._product(self._apply, self._direct, v)
+
+    def stacked(self, vs: PyTree) -> PyTree:
+        """The products with vectors stacked along the first axis, in one program."""
+        return self._product(self._apply_many, self._direct_many, vs)
+
+
+def _is_of_device(error) -> bool:
+    """Whether memory or a device failed, which no other program would mend."""
+    return isinstance(error, jax.errors.JaxRuntimeError)

@@ -1,0 +1,1 @@
+"""Vectors that are pytrees like the parameters: layout, algebra, random draws."""

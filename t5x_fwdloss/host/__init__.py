@@ -1,1 +1,0 @@
-"""What `t5x_fwdloss.analyze` needs from T5X: its data, checkpoints, mesh and gin."""

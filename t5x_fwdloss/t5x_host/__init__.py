@@ -1,0 +1,1 @@
+"""What an analysis needs of T5X: checkpoint, dataset, optimizer."""
