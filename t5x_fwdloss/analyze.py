@@ -177,7 +177,7 @@ def analyze(
 
 def forward_losses() -> list[str]:
     """The names of the losses that a tangent can be pushed through."""
-    return [name for name in losses.IMPLEMENTATIONS if name != "custom_vjp"]
+    return [name for name, x in losses.IMPLEMENTATIONS.items() if x.has_forward_mode]
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """The one override of `loss_fn` and `score_batch`, for T5X's models and our own.
 
 `LossMixin` needs from the class beside it: `_compute_logits`, `_compute_metrics`, and
-the settings `_loss_impl`, `_loss_chunk_length`, `_label_smoothing`, `_z_loss`,
-`_loss_normalizing_factor`. It holds no state of its own.
+T5X's settings `_label_smoothing`, `_z_loss`, `_loss_normalizing_factor`. Its own state is
+the choice of loss, `_loss_impl` and `_loss_chunk_length`.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,48 @@ class LossMixin:
     _loss_normalizing_factor: Any
     _compute_logits: Callable[..., Any]
     _compute_metrics: Callable[..., Any]
+
+    @property
+    def loss_settings(self) -> losses.LossSettings:
+        """All settings of the loss, T5X's and the choice of implementation.
+
+        Raises:
+            ValueError: the model lacks one of T5X's, which is never read as zero, or
+                one has a value that no loss can be computed with.
+        """
+        names = ("_label_smoothing", "_z_loss", "_loss_normalizing_factor")
+        missing = [name for name in names if not hasattr(self, name)]
+        if missing:
+            raise ValueError(
+                f"The model must have the settings of its loss, {', '.join(names)}: "
+                f"{type(self).__name__} lacks {', '.join(missing)}."
+            )
+        return losses.LossSettings(
+            self._loss_impl,
+            self._loss_chunk_length,
+            self._label_smoothing,
+            self._z_loss,
+            self._loss_normalizing_factor,
+        )
+
+    def with_loss(self, loss_impl: str, loss_chunk_length: int | None = None) -> Any:
+        """The same model with another choice of loss; this one stays as it is.
+
+        Args:
+            loss_impl: a name in `losses.IMPLEMENTATIONS`.
+            loss_chunk_length: target positions per chunk of the head and the loss; None
+                computes all logits at once.
+
+        Settings that `LossSettings` refuses raise ValueError.
+        """
+        other = copy.copy(self)
+        other._set_loss(loss_impl, loss_chunk_length)
+        return other
+
+    def _set_loss(self, loss_impl, loss_chunk_length):
+        self._loss_impl = loss_impl
+        self._loss_chunk_length = loss_chunk_length
+        _ = self.loss_settings  # which checks them all
 
     def loss_fn(self, params, batch: Batch, dropout_rng: jax.Array | None):
         """The loss and T5X's metrics of one batch.
@@ -111,15 +154,15 @@ class LossMixin:
 
     def _weighted_loss(self, params, batch, dropout_rng, weights, factor):
         """Loss, z-loss, and the logits or what stands for them in the metrics."""
-        targets = batch["decoder_target_tokens"]
+        targets, chosen = batch["decoder_target_tokens"], self.loss_settings
         settings = {
             "weights": weights,
-            "label_smoothing": self._label_smoothing,
-            "z_loss": self._z_loss,
+            "label_smoothing": chosen.label_smoothing,
+            "z_loss": chosen.z_loss,
             "loss_normalizing_factor": factor,
-            "impl": self._loss_impl,
+            "impl": chosen.impl,
         }
-        if self._loss_chunk_length is None:
+        if chosen.chunk_length is None:
             logits = self._compute_logits(params, batch, dropout_rng)
             loss, z_loss, _ = losses.compute_weighted_cross_entropy(
                 logits, targets, **settings
@@ -131,7 +174,7 @@ class LossMixin:
             head.kernel,
             targets,
             **settings,
-            chunk_length=self._loss_chunk_length,
+            chunk_length=chosen.chunk_length,
             tied=head.tied,
             scale=head.scale,
         )

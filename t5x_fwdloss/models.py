@@ -14,7 +14,6 @@ import flax.linen as nn
 import jax
 import seqio
 
-from t5x_fwdloss import losses
 from t5x_fwdloss.loss_mixin import LossMixin
 
 TESTED = (
@@ -71,13 +70,6 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(
-            loss_impl,
-            loss_chunk_length,
-            label_smoothing,
-            z_loss,
-            loss_normalizing_factor,
-        )
         super().__init__(
             module=module,
             input_vocabulary=input_vocabulary,
@@ -90,8 +82,7 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
             loss_normalizing_factor=loss_normalizing_factor,
             default_decoder_params=default_decoder_params,
         )
-        self._loss_impl = loss_impl
-        self._loss_chunk_length = loss_chunk_length
+        self._set_loss(loss_impl, loss_chunk_length)
 
     def predict_batch_with_aux(
         self,
@@ -157,13 +148,6 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(
-            loss_impl,
-            loss_chunk_length,
-            label_smoothing,
-            z_loss,
-            loss_normalizing_factor,
-        )
         super().__init__(
             module=module,
             vocabulary=vocabulary,
@@ -175,8 +159,7 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
             z_loss=z_loss,
             loss_normalizing_factor=loss_normalizing_factor,
         )
-        self._loss_impl = loss_impl
-        self._loss_chunk_length = loss_chunk_length
+        self._set_loss(loss_impl, loss_chunk_length)
 
     def predict_batch_with_aux(
         self,
@@ -239,19 +222,11 @@ def with_loss(
             where = f"the attribute {name} of the instance"
             raise TypeError(_dropping(type(model), name, where))
     cls = _class_with_loss(type(model))
-    losses.check_loss_settings(
-        loss_impl,
-        loss_chunk_length,
-        model._label_smoothing,
-        model._z_loss,
-        model._loss_normalizing_factor,
-    )
     # A new object of a new class: assigning __class__ fails, because gin's subclasses
     # have another layout; calling the constructor would need the user's bindings.
     exchanged = object.__new__(cls)
     exchanged.__dict__.update(model.__dict__)
-    exchanged._loss_impl = loss_impl
-    exchanged._loss_chunk_length = loss_chunk_length
+    exchanged._set_loss(loss_impl, loss_chunk_length)
     return exchanged
 
 

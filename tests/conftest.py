@@ -23,11 +23,17 @@ MISSING = [
     for name in ("t5x", "airio", "jestimator")
     if importlib.util.find_spec(name) is None
 ]
+# Folders whose files share runs that take minutes.
+SHARED_RUNS = ("tests/readers/",)
 _counts = {"ran": 0, "skipped": 0}
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        # One process for the tests of a file, and for a folder that shares its runs.
+        name = item.nodeid.split("::")[0]
+        shared = [x for x in SHARED_RUNS if name.startswith(x)]
+        item.add_marker(pytest.mark.xdist_group((shared or [name])[0]))
         if item.get_closest_marker("t5x") is None:
             continue
         # T5X and what it imports warn of deprecations that are not ours to mend.

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.curvature.vectors import groups
+from t5x_fwdloss.losses import LossSettings
 
 MAX_NAME = 100
 # What lies beside the files that are named after measurements.
@@ -63,19 +64,22 @@ def check_groups(measurements: Sequence[Any], params: PyTree) -> None:
                 groups.group_mask(params, pattern)
 
 
-def check_forward_mode(measurements: Sequence[Any], loss_impl: str) -> None:
+def check_forward_mode(
+    measurements: Sequence[Any], loss_settings: LossSettings
+) -> None:
     """Refuse a loss without forward mode where a measurement cannot do without.
 
     Args:
         measurements: some have `needs_forward_mode`.
-        loss_impl: a name in `losses.IMPLEMENTATIONS`.
+        loss_settings: those of the model.
 
     Raises:
         PreflightError: names the first such measurement, and the loss to choose.
     """
+    if loss_settings.implementation.has_forward_mode:
+        return
     for measurement in measurements:
-        needs = getattr(measurement, "needs_forward_mode", False)
-        if needs and loss_impl == "custom_vjp":
+        if getattr(measurement, "needs_forward_mode", False):
             raise preflight.PreflightError(preflight.no_forward_loss(measurement.name))
 
 

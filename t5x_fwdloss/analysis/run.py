@@ -272,7 +272,7 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
         "step": host.step,
         "task": host.task,
         "seed": context.seed,
-        "loss": objective.settings,
+        "loss": objective.loss_record,
         "normalizer": {
             "kind": objective.normalizer_kind,
             "W": objective.W,

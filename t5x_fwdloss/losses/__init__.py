@@ -8,7 +8,8 @@ from t5x_fwdloss.losses.chunked import (
 from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
 from t5x_fwdloss.losses.implementations import (
     IMPLEMENTATIONS,
-    check_loss_settings,
+    Implementation,
+    LossSettings,
     cross_entropy_with_logits,
 )
 from t5x_fwdloss.losses.logit_hessian import logit_hessian_product, row_inners
@@ -21,7 +22,8 @@ from t5x_fwdloss.losses.weighting import get_loss_normalizing_factor_and_weights
 __all__ = [
     "IMPLEMENTATIONS",
     "ChunkedLoss",
-    "check_loss_settings",
+    "Implementation",
+    "LossSettings",
     "chunked_weighted_cross_entropy",
     "chunked_weighted_token_cross_entropy",
     "compute_weighted_cross_entropy",

@@ -11,26 +11,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.head_terms import (
-    HeadSettings,
-    head_logits,
-    head_terms,
-    scan_over_chunks,
-)
-from t5x_fwdloss.losses.implementations import check_loss_settings
+from t5x_fwdloss.losses.head_terms import HeadSettings
+from t5x_fwdloss.losses.implementations import LossSettings
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype
 from t5x_fwdloss.losses.primitives.axis_types import vary_alike
 from t5x_fwdloss.losses.targets import (
     class_indices,
     entropy_of_targets,
-    with_void,
 )
 from t5x_fwdloss.losses.weighted import (
     check_token_arrays,
-    token_losses,
     void_tokens,
     weigh,
-    without,
 )
 from t5x_fwdloss.losses.weighting import weight_sum_of
 
@@ -72,7 +64,7 @@ def chunked_weighted_cross_entropy(
     head is summed over chunks in it. With `impl="custom_jvp"` both directions of
     differentiation have a loop of their own (see `head_terms.py`); the others are
     differentiated by JAX, chunk by chunk, rematerialized. Settings that
-    `check_loss_settings` refuses, and shapes or dtypes that do not fit each other, raise
+    `LossSettings` refuses, and shapes or dtypes that do not fit each other, raise
     `ValueError`.
 
     Args:
@@ -90,20 +82,10 @@ def chunked_weighted_cross_entropy(
         tied: whether `head` is the embedding.
         scale: a constant factor of the logits, a Python number.
     """
-    check_loss_settings(impl, chunk_length, label_smoothing, z_loss)
-    is_void = void_tokens(hidden, weights, impl)
+    settings = LossSettings(impl, chunk_length, label_smoothing, z_loss)
+    is_void = void_tokens(hidden, weights, settings)
     loss, z_term, predictions = _token_losses(
-        hidden,
-        head,
-        targets,
-        weights,
-        is_void,
-        label_smoothing,
-        z_loss,
-        chunk_length=chunk_length,
-        impl=impl,
-        tied=tied,
-        scale=scale,
+        hidden, head, targets, weights, is_void, settings, tied, scale
     )
     loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, is_void)
     weight_sum = weight_sum_of(weights, targets.shape)
@@ -133,38 +115,15 @@ def chunked_weighted_token_cross_entropy(
         tied: whether `head` is the embedding.
         scale: a constant factor of the logits, a Python number.
     """
-    check_loss_settings(impl, chunk_length)
-    is_void = void_tokens(hidden, weights, impl)
+    settings = LossSettings(impl, chunk_length)
+    is_void = void_tokens(hidden, weights, settings)
     loss, z_term, _ = _token_losses(
-        hidden,
-        head,
-        targets,
-        weights,
-        is_void,
-        0.0,
-        0.0,
-        chunk_length=chunk_length,
-        impl=impl,
-        tied=tied,
-        scale=scale,
+        hidden, head, targets, weights, is_void, settings, tied, scale
     )
     return weigh(loss, z_term, weights, None, is_void)[0]
 
 
-def _token_losses(
-    hidden,
-    head,
-    targets,
-    weights,
-    is_void,
-    label_smoothing,
-    z_loss,
-    *,
-    chunk_length,
-    impl,
-    tied,
-    scale,
-):
+def _token_losses(hidden, head, targets, weights, is_void, settings, tied, scale):
     """Loss less the entropy of the target row, z-loss term and class of each token.
 
     Raises:
@@ -179,50 +138,28 @@ def _token_losses(
             f"{head.shape} for hidden states {hidden.shape}."
         )
     length = hidden.shape[1]
-    size = min(chunk_length, length)
-    padding = -length % size
+    size = min(settings.chunk_length, length)
+    padding = ((0, 0), (0, -length % size))
     # Padded positions are cut off again, token by token, before anything is summed.
-    labels = class_indices(targets)
-    if impl == "custom_jvp":
-        labels = with_void(labels, is_void)
-    else:
-        hidden = without(is_void, hidden)
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    labels = jnp.pad(labels, ((0, 0), (0, padding)))
+    hidden = jnp.pad(hidden, (*padding, (0, 0)))
+    labels = jnp.pad(class_indices(targets), padding)
+    if is_void is not None:
+        is_void = jnp.pad(is_void, padding)
     # Else a head in bfloat16 would have its gradient summed over chunks in bfloat16, and
     # hidden states the several parts of theirs.
     head = head.astype(accumulation_dtype(head.dtype))
     hidden = hidden.astype(accumulation_dtype(hidden.dtype))
     hidden, head, labels = vary_alike(hidden, head, labels)
-    settings = HeadSettings(
+    head_settings = HeadSettings(
         size,
-        label_smoothing,
+        settings.label_smoothing,
         tied,
         scale,
         jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
     )
-    if impl == "custom_jvp":
-        cross_entropy, log_sum, shift, _, classes = head_terms(
-            hidden, head, labels, settings
-        )
-        z_term = jnp.asarray(z_loss, log_sum.dtype) * jnp.square(shift + log_sum)
-        vocab = head.shape[1 - embed_axis]
-        loss = cross_entropy + z_term - entropy_of_targets(label_smoothing, vocab)
-    else:
-        loss, z_term, classes = _rematerialized(
-            hidden, head, labels, settings, z_loss, impl
-        )
+    loss, z_term, classes = settings.implementation.head(
+        hidden, head, labels, is_void, head_settings, settings.z_loss
+    )
+    vocab = head.shape[1 - embed_axis]
+    loss = loss - entropy_of_targets(settings.label_smoothing, vocab)
     return loss[:, :length], z_term[:, :length], classes[:, :length]
-
-
-def _rematerialized(hidden, head, labels, settings, z_loss, impl):
-    """Token losses by a scan that JAX differentiates, each chunk's logits made again."""
-
-    def chunk(hidden, labels):
-        logits = head_logits(hidden, head, settings)
-        loss, z_term = token_losses(
-            logits, labels, settings.label_smoothing, z_loss, impl
-        )
-        return loss, z_term, jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    return scan_over_chunks(chunk, (hidden, labels), settings.chunk_length)

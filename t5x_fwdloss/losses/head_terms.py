@@ -25,7 +25,13 @@ from t5x_fwdloss.losses.custom_jvp import token_tangents, token_terms
 from t5x_fwdloss.losses.log_normalizer import accumulation_dtype, probabilities
 from t5x_fwdloss.losses.primitives.axis_types import have_axis_types
 from t5x_fwdloss.losses.primitives.linear_pair import LinearPair
-from t5x_fwdloss.losses.targets import cleared, label_mask, on_and_off_values
+from t5x_fwdloss.losses.targets import (
+    cleared,
+    label_mask,
+    on_and_off_values,
+    with_void,
+    without,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +148,53 @@ def _cotangent(residuals, linear, *, settings, moves):
 
 
 _TANGENT = LinearPair("head_terms_tangent", _tangent, _cotangent)
+
+
+def head_cross_entropy(hidden, head, labels, is_void, settings, z_loss):
+    """Loss, z-loss term and class of each token, by the rules above.
+
+    Args:
+        hidden: hidden states `[batch, length, embed]`, the length a multiple of the
+            chunk length.
+        head: the kernel, or the embedding.
+        labels: class numbers `[batch, length]`.
+        is_void: tokens that no derivative may see; None for none.
+        settings: of the head.
+        z_loss: coefficient of the squared log-normalizer.
+    """
+    labels = with_void(labels, is_void)
+    cross_entropy, log_sum, shift, _, classes = head_terms(
+        hidden, head, labels, settings
+    )
+    z_term = jnp.asarray(z_loss, log_sum.dtype) * jnp.square(shift + log_sum)
+    return cross_entropy + z_term, z_term, classes
+
+
+def rematerialized(tokens):
+    """The same for a function of logits and labels that JAX differentiates.
+
+    Each chunk's logits are made again in the backward pass.
+
+    Args:
+        tokens: as `Implementation.tokens`.
+    """
+
+    def head_cross_entropy(hidden, head, labels, is_void, settings, z_loss):
+        hidden = without(is_void, hidden)
+
+        def chunk(hidden, labels):
+            logits = head_logits(hidden, head, settings)
+            loss, z_term = tokens(
+                logits,
+                labels,
+                label_smoothing=settings.label_smoothing,
+                z_loss=z_loss,
+            )
+            return loss, z_term, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+        return scan_over_chunks(chunk, (hidden, labels), settings.chunk_length)
+
+    return head_cross_entropy
 
 
 def _over_chunks(chunk, carry, parts, head, settings):

@@ -100,6 +100,15 @@ def cleared(
     return jnp.where(is_void, jnp.zeros_like(rows), rows)
 
 
+def without(
+    is_void: Bool[Array, "*batch"] | None, rows: Float[Array, "*batch width"]
+) -> Float[Array, "*batch width"]:
+    """The rows, with zeros for void tokens."""
+    if is_void is None:
+        return rows
+    return jnp.where(is_void[..., None], jnp.zeros_like(rows), rows)
+
+
 def _void_label(labels):
     return jnp.iinfo(labels.dtype).max
 

@@ -6,12 +6,10 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Integer, ScalarLike, Shaped
 
-from t5x_fwdloss.losses.custom_jvp import token_cross_entropy
-from t5x_fwdloss.losses.implementations import IMPLEMENTATIONS, check_loss_settings
-from t5x_fwdloss.losses.primitives.axis_types import laid_out_like, vary_alike
+from t5x_fwdloss.losses.implementations import LossSettings
+from t5x_fwdloss.losses.primitives.axis_types import vary_alike
 from t5x_fwdloss.losses.targets import (
     class_indices,
-    dense_targets,
     entropy_of_targets,
 )
 from t5x_fwdloss.losses.weighting import weight_sum_of
@@ -50,14 +48,12 @@ def compute_weighted_cross_entropy(
         impl: a key of `IMPLEMENTATIONS`.
 
     Settings, shapes and dtypes that do not fit raise ValueError before anything runs
-    (`check_loss_settings`, `check_token_arrays`).
+    (`LossSettings`, `check_token_arrays`).
     """
-    check_loss_settings(impl, label_smoothing=label_smoothing, z_loss=z_loss)
+    settings = LossSettings(impl, None, label_smoothing, z_loss)
     check_token_arrays(logits.shape[:-1], targets, weights)
-    is_void = void_tokens(logits, weights, impl)
-    loss, z_term = token_losses(
-        logits, class_indices(targets), label_smoothing, z_loss, impl, is_void
-    )
+    is_void = void_tokens(logits, weights, settings)
+    loss, z_term = token_losses(logits, class_indices(targets), settings, is_void)
     loss, z_term = weigh(loss, z_term, weights, loss_normalizing_factor, is_void)
     return jnp.sum(loss), jnp.sum(z_term), weight_sum_of(weights, targets.shape)
 
@@ -65,14 +61,14 @@ def compute_weighted_cross_entropy(
 def void_tokens(
     rows: Float[Array, "*batch width"],
     weights: Shaped[Array | np.ndarray, "*batch"] | None,
-    impl: str,
+    settings: LossSettings,
 ) -> Bool[Array, "*batch"] | None:
     """Tokens of weight zero whose logits, or hidden states, are not all finite.
 
     Zero times their derivatives would be NaN, so they must not be differentiated at all.
     None where there are no weights, and for `custom_vjp`, which keeps T5X's NaN.
     """
-    if weights is None or impl == "custom_vjp":
+    if weights is None or not settings.implementation.leaves_void_out:
         return None
     # Both ends of a row, NaN among them: reductions that need no array of their own.
     ends = (jnp.max(rows, axis=-1), jnp.min(rows, axis=-1))
@@ -80,21 +76,10 @@ def void_tokens(
     return (jnp.asarray(weights) == jnp.zeros((), weights.dtype)) & ~is_number
 
 
-def without(
-    is_void: Bool[Array, "*batch"] | None, rows: Float[Array, "*batch width"]
-) -> Float[Array, "*batch width"]:
-    """The rows, with zeros for void tokens."""
-    if is_void is None:
-        return rows
-    return jnp.where(is_void[..., None], jnp.zeros_like(rows), rows)
-
-
 def token_losses(
     logits: Float[Array, "*batch vocab"],
     labels: Integer[Array, "*batch"],
-    label_smoothing: float,
-    z_loss: ScalarLike,
-    impl: str,
+    settings: LossSettings,
     is_void: Bool[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """Loss of each token, less the entropy of its target row, and its z-loss term.
@@ -102,20 +87,14 @@ def token_losses(
     Void tokens get those of logits that are all zero.
     """
     logits, labels = vary_alike(logits, labels)
-    if impl == "custom_jvp":
-        loss, z_term = token_cross_entropy(
-            logits,
-            labels,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            is_void=is_void,
-        )
-    else:
-        logits = without(is_void, logits)
-        targets = dense_targets(labels, logits.shape[-1], label_smoothing, logits.dtype)
-        targets = laid_out_like(targets, logits)
-        loss, z_term = IMPLEMENTATIONS[impl](logits, targets, z_loss)
-    return loss - entropy_of_targets(label_smoothing, logits.shape[-1]), z_term
+    loss, z_term = settings.implementation.tokens(
+        logits,
+        labels,
+        label_smoothing=settings.label_smoothing,
+        z_loss=settings.z_loss,
+        is_void=is_void,
+    )
+    return loss - entropy_of_targets(settings.label_smoothing, logits.shape[-1]), z_term
 
 
 def weigh(
@@ -209,9 +188,8 @@ def weighted_token_cross_entropy(
 
     Settings, shapes and dtypes that do not fit raise ValueError before anything runs.
     """
-    check_loss_settings(impl)
+    settings = LossSettings(impl)
     check_token_arrays(logits.shape[:-1], targets, weights)
-    is_void = void_tokens(logits, weights, impl)
-    labels = class_indices(targets)
-    loss, z_term = token_losses(logits, labels, 0.0, 0.0, impl, is_void)
+    is_void = void_tokens(logits, weights, settings)
+    loss, z_term = token_losses(logits, class_indices(targets), settings, is_void)
     return weigh(loss, z_term, weights, None, is_void)[0]

@@ -89,7 +89,7 @@ def analyze(
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     check_no_other_loss(model)
-    measurement_list.check_forward_mode(measurements, model._loss_impl)
+    measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
     path = str(checkpoints.find(checkpoint_path))

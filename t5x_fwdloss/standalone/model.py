@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from clu import metrics as clu_metrics
 
-from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.loss_mixin import LossMixin
 
@@ -43,19 +42,11 @@ class StandaloneModel(LossMixin):
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
         """
-        losses.check_loss_settings(
-            loss_impl,
-            loss_chunk_length,
-            label_smoothing,
-            z_loss,
-            loss_normalizing_factor,
-        )
         self.module = module
         self._label_smoothing = label_smoothing
         self._z_loss = z_loss
         self._loss_normalizing_factor = loss_normalizing_factor
-        self._loss_impl = loss_impl
-        self._loss_chunk_length = loss_chunk_length
+        self._set_loss(loss_impl, loss_chunk_length)
 
     @property
     def vocab_size(self) -> int:

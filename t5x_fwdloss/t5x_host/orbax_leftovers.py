@@ -1,8 +1,9 @@
 """What Orbax and TensorStore print, beside the error itself, where they failed.
 
-Threads that write log the stack of what they raise. Reads of other arrays go on for a moment after Orbax has closed their event loop. Each
-then prints a stack of its own, or is found unfinished when memory is collected. None of
-it says more than the error that was raised.
+Threads that write log the stack of what they raise. Reads of other arrays go on for a
+moment after Orbax has closed their event loop. Each then prints a stack of its own, or is
+found unfinished when memory is collected. None of it says more than the error that was
+raised.
 """
 
 import inspect

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import NonFiniteLossError, Objective
 from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
@@ -83,7 +84,9 @@ def test_sampled_fisher_is_one_fixed_matrix_and_right_on_average(params, whole):
     np.testing.assert_array_equal(first, again)
     outputs = lambda p, batch, *_: toy.SoftmaxRegression()._compute_logits(p, batch)
     total = float(whole["decoder_loss_weights"].sum())
-    maps = matrices.linear_maps(lambda *_: 0.0, outputs, TokenLoss(), total)
+    maps = matrices.linear_maps(
+        lambda *_: 0.0, outputs, TokenLoss(losses.LossSettings()), total
+    )
 
     @jax.jit
     def quadratic(index):

@@ -138,9 +138,8 @@ class Duck:
 
     def __init__(self, extra, factor="AVERAGE_PER_SEQUENCE"):
         self._model = toy.SoftmaxRegression(factor=factor)
-        self._loss_normalizing_factor = factor
-        self._label_smoothing = self._z_loss = 0.0
         self._compute_logits = self._model._compute_logits
+        self.loss_settings = self._model.loss_settings
         self.loss_sum = self._model.loss_sum
         self.extra = extra
 

@@ -18,7 +18,6 @@ from t5x_fwdloss.analysis import (
 )
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
-from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
 from t5x_fwdloss.analysis.report import terminal
 from t5x_fwdloss.curvature.vectors import groups
 
@@ -170,7 +169,12 @@ def test_a_model_without_z_loss_is_not_read_as_one_with_none():
     model = toy.SoftmaxRegression()
     del model._z_loss
     with pytest.raises(ValueError, match="SoftmaxRegression lacks _z_loss"):
-        TokenLoss.of_model(model)
+        _ = model.loss_settings
+
+
+def test_a_model_without_a_loss_of_ours_is_refused():
+    with pytest.raises(ValueError, match=r"with_loss gives it .*: got a object\."):
+        Objective.from_model(object(), toy.batches(1))
 
 
 def test_groups_whose_names_differ_in_a_sign_keep_their_numbers(tmp_path):

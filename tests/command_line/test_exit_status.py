@@ -34,7 +34,7 @@ def not_finite():
 
 REFUSALS = {
     "ValueError": (
-        lambda: losses.check_loss_settings("x"),
+        lambda: losses.LossSettings("x"),
         "The loss must be one of .*: got 'x'.",
     ),
     "PreflightError": (without_forward_mode, 'set LOSS_IMPL = "custom_jvp" in gin'),
@@ -51,7 +51,7 @@ def test_every_refusal_of_ours_is_one_line_and_status_1(kind, capsys):
 
 
 def test_values_of_several_lines_are_said_in_one(capsys):
-    status, said = ended(lambda: losses.check_loss_settings(["a\nb"]), capsys)
+    status, said = ended(lambda: losses.LossSettings(["a\nb"]), capsys)
     assert status == 1
     assert said.count("\n") == 1
 

@@ -7,7 +7,7 @@ import pytest
 
 from t5x_fwdloss.losses import (
     IMPLEMENTATIONS,
-    check_loss_settings,
+    LossSettings,
     compute_weighted_cross_entropy,
     cross_entropy_with_logits,
 )
@@ -159,15 +159,15 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize("message", BAD_SETTINGS)
 def test_settings_are_refused_with_a_sentence(message):
     with pytest.raises(ValueError, match=message):
-        check_loss_settings(**{"impl": "custom_jvp", **BAD_SETTINGS[message]})
+        LossSettings(**{"impl": "custom_jvp", **BAD_SETTINGS[message]})
 
 
 def test_settings_that_are_fine_pass():
-    check_loss_settings("custom_vjp", np.int64(3), 0.5, np.float32(1e-4), 7)
-    check_loss_settings("autodiff", z_loss=jnp.bfloat16(0.5))
-    check_loss_settings("autodiff", loss_normalizing_factor="average_per_sequence")
-    check_loss_settings("autodiff", loss_normalizing_factor=jnp.float32(3))
-    jax.jit(lambda z_loss: check_loss_settings("autodiff", None, 0.0, z_loss))(0.1)
+    LossSettings("custom_vjp", np.int64(3), 0.5, np.float32(1e-4), 7)
+    LossSettings("autodiff", z_loss=jnp.bfloat16(0.5))
+    LossSettings("autodiff", loss_normalizing_factor="average_per_sequence")
+    LossSettings("autodiff", loss_normalizing_factor=jnp.float32(3))
+    jax.jit(lambda z_loss: LossSettings("autodiff", None, 0.0, z_loss).z_loss)(0.1)
 
 
 BAD_ARRAYS = {

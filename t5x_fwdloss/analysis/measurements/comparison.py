@@ -7,7 +7,6 @@ reference's value and gradient (medians of interleaved runs). It answers which l
 train with.
 """
 
-import copy
 import dataclasses
 import statistics
 import time
@@ -125,10 +124,7 @@ def _label(name: str, length: int | None) -> str:
 
 
 def _exchanged(objective: Objective, name: str, length: int | None) -> Objective:
-    model = copy.copy(objective.model)
-    model._loss_impl = name
-    model._loss_chunk_length = length
-    return objective.with_model(model)
+    return objective.with_model(objective.model.with_loss(name, length))
 
 
 def _differences(objective, params, value, gradient) -> tuple[dict[str, Number], str]:

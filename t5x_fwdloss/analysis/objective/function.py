@@ -42,6 +42,7 @@ from t5x_fwdloss.curvature.products.derivatives import directional_derivative, g
 from t5x_fwdloss.curvature.products.operators import stacked
 from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
 from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
+from t5x_fwdloss.losses import LossSettings
 
 PRECISIONS = ("default", "high", "highest")
 Precision = Annotated[str, settings_lib.one_of(*PRECISIONS)]
@@ -61,7 +62,7 @@ class Objective:
         num_tokens: target tokens whose loss counts.
         batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
         precision: matmul precision of every derivative.
-        settings: the loss settings, for the record.
+        loss_settings: settings of the loss; None where it is not a function of logits.
         model: the model it was made from, if there is one.
     """
 
@@ -73,10 +74,9 @@ class Objective:
         normalizer: Normalizer,
         num_microbatches: int = 1,
         outputs: Callable[..., Any] | None = None,
-        token_loss: TokenLoss | None = None,
+        loss_settings: LossSettings | None = None,
         dropout_seed: int | None = None,
         precision: str = "highest",
-        settings: Mapping[str, Any] | None = None,
         counted: Callable[[Any], Any] = batches_lib.counted,
     ):
         """An objective from functions of one batch.
@@ -91,10 +91,9 @@ class Objective:
                 masks are drawn for a batch as a whole.
             outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
                 matrix.
-            token_loss: the loss as a function of the logits.
+            loss_settings: the loss as a function of the logits.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
-            settings: what to record about the loss.
             counted: a batch to the mask of target tokens that the loss counts.
 
         Raises:
@@ -120,12 +119,13 @@ class Objective:
         self.normalizer = normalizer
         self.precision = precision
         self.dropout_seed = dropout_seed
-        self.settings = dict(settings or {})
+        self.loss_settings = loss_settings
         self.model: Any = None
         self._numerator = numerator
         self._outputs = outputs
         self._counted = counted
         self._activation_dtype: str | None = None
+        token_loss = None if loss_settings is None else TokenLoss(loss_settings)
         self._linear_maps = matrices.linear_maps(
             self.batch_loss,
             None
@@ -166,11 +166,19 @@ class Objective:
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: matmul precision of every derivative.
 
-        A model with another loss besides `LossMixin`'s is refused (`ValueError`).
+        Raises:
+            ValueError: the model has no loss of this package's, or another one besides
+                it; or no token of the batches counts.
         """
         check_no_other_loss(model)
-        token_loss = TokenLoss.of_model(model)
-        factor = token_loss.loss_normalizing_factor
+        loss_settings = getattr(model, "loss_settings", None)
+        if loss_settings is None:
+            raise ValueError(
+                "The model must have its loss from this package, as "
+                "t5x_fwdloss.models.with_loss gives it to T5X's models: got a "
+                f"{type(model).__name__}."
+            )
+        factor = loss_settings.loss_normalizing_factor
         found = batches_lib.checked(batches)
         counted = functools.partial(normalization.counted, factor=factor)
         normalization.check_counted(list(map(counted, found)))
@@ -180,17 +188,10 @@ class Objective:
             normalizer=total_normalizer(factor, found),
             num_microbatches=num_microbatches,
             outputs=getattr(model, "_compute_logits", None),
-            token_loss=token_loss,
+            loss_settings=loss_settings,
             dropout_seed=dropout_seed,
             precision=precision,
             counted=counted,
-            settings={
-                "loss_impl": getattr(model, "_loss_impl", "unknown"),
-                "loss_chunk_length": getattr(model, "_loss_chunk_length", None),
-                "label_smoothing": token_loss.label_smoothing,
-                "z_loss": token_loss.z_loss,
-                "loss_normalizing_factor": getattr(factor, "name", factor),
-            },
         )
         objective.model = model
         return objective
@@ -222,6 +223,11 @@ class Objective:
     def normalizer_kind(self) -> str:
         """'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'."""
         return self.normalizer.kind
+
+    @property
+    def loss_record(self) -> dict[str, Any]:
+        """The settings of the loss as JSON holds them; empty where there are none."""
+        return {} if self.loss_settings is None else self.loss_settings.record
 
     @property
     def num_traces(self) -> dict[str, int]:
@@ -431,7 +437,7 @@ class Objective:
         if matrix not in self._linear_maps:
             raise ValueError(
                 f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
-                "was built without outputs and token_loss."
+                "was built without outputs and loss_settings."
             )
         return self._linear_maps[matrix].direct
 

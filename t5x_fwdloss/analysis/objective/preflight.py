@@ -72,7 +72,8 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
     )
     if found is None or not needed_by:
         return found is None
-    if objective.settings.get("loss_impl") == "custom_vjp":
+    chosen = objective.loss_settings
+    if chosen is not None and not chosen.implementation.has_forward_mode:
         raise PreflightError(no_forward_loss(needed_by))
     named = f" ({', '.join(found)})" if found else ""
     raise PreflightError(

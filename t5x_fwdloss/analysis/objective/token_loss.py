@@ -17,37 +17,13 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class TokenLoss:
-    r"""The loss $\ell(z)$ of a token's logits, by T5X's settings.
+    r"""The loss $\ell(z)$ of a token's logits.
 
     Attributes:
-        label_smoothing: mass moved off the label, in [0, 1).
-        z_loss: coefficient of $(\log Z)^2$.
-        loss_normalizing_factor: T5X's factor, of which the weights depend.
+        settings: of the loss; of its implementation nothing is read.
     """
 
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    loss_normalizing_factor: Any = None
-
-    @classmethod
-    def of_model(cls, model: Any) -> "TokenLoss":
-        """The settings of a model that has `LossMixin`.
-
-        Raises:
-            ValueError: the model lacks one of them, which is never read as zero.
-        """
-        names = ("_label_smoothing", "_z_loss", "_loss_normalizing_factor")
-        missing = [name for name in names if not hasattr(model, name)]
-        if missing:
-            raise ValueError(
-                f"The model must have the settings of its loss, {', '.join(names)}: "
-                f"{type(model).__name__} lacks {', '.join(missing)}."
-            )
-        return cls(
-            float(model._label_smoothing),
-            float(model._z_loss),
-            model._loss_normalizing_factor,
-        )
+    settings: losses.LossSettings
 
     def hessian(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:
         r"""The product $w \nabla^2 \ell\, u$, closed form, smoothing and z-loss in it."""
@@ -55,8 +31,8 @@ class TokenLoss:
             logits,
             batch["decoder_target_tokens"],
             tangent,
-            label_smoothing=self.label_smoothing,
-            z_loss=self.z_loss,
+            label_smoothing=self.settings.label_smoothing,
+            z_loss=self.settings.z_loss,
         )
         return self._weighted(product, logits, batch)
 
@@ -77,7 +53,7 @@ class TokenLoss:
         labels = batch["decoder_target_tokens"]
         is_class = (labels >= 0) & (labels < logits.shape[-1])
         counted = self._weights(logits, batch)[..., 0] > 0
-        scale = jnp.where(counted, is_class + 2 * self.z_loss * log_z, jnp.inf)
+        scale = jnp.where(counted, is_class + 2 * self.settings.z_loss * log_z, jnp.inf)
         return jnp.min(scale)
 
     def gradient(self, logits: jax.Array, batch: Batch) -> jax.Array:
@@ -87,8 +63,8 @@ class TokenLoss:
             loss, _ = losses.token_cross_entropy(
                 z,
                 batch["decoder_target_tokens"],
-                label_smoothing=self.label_smoothing,
-                z_loss=self.z_loss,
+                label_smoothing=self.settings.label_smoothing,
+                z_loss=self.settings.z_loss,
             )
             return jnp.sum(loss)
 
@@ -116,7 +92,7 @@ class TokenLoss:
 
     def _weights(self, logits: jax.Array, batch: Batch) -> jax.Array:
         _, weights = losses.get_loss_normalizing_factor_and_weights(
-            self.loss_normalizing_factor, batch
+            self.settings.loss_normalizing_factor, batch
         )
         if weights is None:
             return jnp.ones((*logits.shape[:-1], 1), logits.dtype)

@@ -46,7 +46,7 @@ def of_settings(
         "step": step,
         "batches": objective.batches_hash,
         "seed": seed,
-        "loss": objective.settings,
+        "loss": objective.loss_record,
         "normalizer": {"kind": objective.normalizer_kind, "W": objective.W},
         "dropout_seed": objective.dropout_seed,
         "precision": objective.precision,
