@@ -49,18 +49,6 @@ from t5x_fwdloss.curvature.products.derivatives import gradient as gradient
 from t5x_fwdloss.curvature.products.derivatives import (
     hessian_product as hessian_product,
 )
-from t5x_fwdloss.curvature.products.derivatives import (
-    jacobian_product as jacobian_product,
-)
-from t5x_fwdloss.curvature.products.derivatives import (
-    jacobian_transpose_product as jacobian_transpose_product,
-)
-from t5x_fwdloss.curvature.products.fisher import (
-    empirical_fisher_product as empirical_fisher_product,
-)
-from t5x_fwdloss.curvature.products.fisher import (
-    sampled_fisher_product as sampled_fisher_product,
-)
 from t5x_fwdloss.curvature.products.linearized import (
     AmortizedProduct as AmortizedProduct,
 )
@@ -84,9 +72,6 @@ from t5x_fwdloss.curvature.vectors.groups import group_mask as group_mask
 from t5x_fwdloss.curvature.vectors.groups import group_masks as group_masks
 from t5x_fwdloss.curvature.vectors.groups import restrict as restrict
 from t5x_fwdloss.curvature.vectors.groups import restricted as restricted
-from t5x_fwdloss.curvature.vectors.groups import (
-    restricted_product as restricted_product,
-)
 from t5x_fwdloss.curvature.vectors.preconditioning import (
     apply_diagonal as apply_diagonal,
 )

@@ -1,6 +1,5 @@
 """Parameter groups against blocks of dense matrices."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ def params():
 def test_a_pattern_has_to_match_the_whole_path():
     tree = {"layers_1": {"wi": jnp.zeros(2)}, "layers_10": {"wi": jnp.zeros(3)}}
     mask = curvature.group_mask(tree, "layers_1/.*")
-    assert groups.group_paths(mask) == ["layers_1/wi"]
+    assert mask == {"layers_1": {"wi": True}, "layers_10": {"wi": False}}
     assert groups.group_dimension(tree, mask) == 2
     with pytest.raises(ValueError, match="'layers_1' matches none of 2, such as"):
         curvature.group_mask(tree, "layers_1")
@@ -31,8 +30,7 @@ def test_a_pattern_has_to_match_the_whole_path():
 def test_integer_leaves_are_in_no_group():
     tree = {"a": jnp.zeros(2), "n": jnp.zeros(2, jnp.int32)}
     mask = curvature.group_mask(tree, ".*")
-    assert groups.group_paths(mask) == ["a"]
-    assert mask["n"] is None
+    assert mask == {"a": True, "n": None}
     with pytest.raises(ValueError, match="matches none of 1"):
         curvature.group_mask(tree, "n")
 
@@ -47,17 +45,6 @@ def test_restricted_maps_are_the_diagonal_block():
     block = curvature.restricted(problems.matvec_of(MATRIX), mask)
     expected = np.diag(DECODER) @ MATRIX @ np.diag(DECODER)
     np.testing.assert_allclose(problems.dense(block, params()), expected, atol=1e-5)
-
-
-def test_restricted_products_are_the_same_inside_of_one_program():
-    mask = curvature.group_mask(params(), "decoder/.*")
-    loss = problems.quadratic(MATRIX, np.zeros(problems.SIZE))
-    product = jax.jit(
-        curvature.restricted_product(curvature.hessian_product(loss), mask)
-    )
-    expected = np.diag(DECODER) @ MATRIX @ np.diag(DECODER)
-    got = problems.dense(lambda v: product(params(), v), params())
-    np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
 def test_nan_outside_of_the_group_does_not_come_in():

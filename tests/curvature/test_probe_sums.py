@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature.estimators import probe_sums
 
 from . import problems
 
@@ -142,21 +141,6 @@ def test_a_run_goes_on_from_its_saved_state_to_the_bit():
     np.testing.assert_array_equal(
         problems.flatten(whole.diagonal_error),
         problems.flatten(again.diagonal_error),
-    )
-
-
-def test_leaf_traces_are_named_by_path():
-    states = []
-    curvature.probe_estimates(
-        problems.matvec_of(np.diag(EIGENVALUES)),
-        params(),
-        0,
-        num_probes=2,
-        on_probe=states.append,
-    )
-    traces = probe_sums.leaf_traces(states[-1], params())
-    np.testing.assert_allclose(
-        traces["decoder/layers_0/wo/kernel"], EIGENVALUES[3:6].sum(), atol=1e-5
     )
 
 

@@ -150,25 +150,6 @@ def test_the_hessian_moves_with_the_parameters():
     assert np.abs(here - there).max() > 0.01 * np.abs(here).max()
 
 
-@pytest.mark.usefixtures("x64")
-def test_jacobian_products_are_each_others_transpose():
-    params = regression.params()
-    v = curvature.random_like(1, params, "normal")
-    u = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
-    z, jv = jax.jit(curvature.jacobian_product(regression.outputs))(params, v)
-    z2, jtu = jax.jit(curvature.jacobian_transpose_product(regression.outputs))(
-        params, u
-    )
-    np.testing.assert_array_equal(z, z2)
-    flat = problems.flatten(v)
-    expected = np.stack([j @ flat for j in regression.jacobians()])
-    np.testing.assert_allclose(jv, expected, atol=1e-13)
-    expected = sum(
-        j.T @ row for j, row in zip(regression.jacobians(), np.asarray(u), strict=True)
-    )
-    np.testing.assert_allclose(problems.flatten(jtu), expected, atol=1e-13)
-
-
 def test_bfloat16_leaves_give_float32_products_of_bfloat16_accuracy():
     matrix, _ = problems.symmetric(np.arange(1.0, 13.0))
     loss = problems.quadratic(matrix, np.zeros(problems.SIZE))

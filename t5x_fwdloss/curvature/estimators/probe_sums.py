@@ -21,7 +21,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature.estimators import hutchinson
 from t5x_fwdloss.curvature.vectors import errors, probes, trees
@@ -233,11 +233,3 @@ def _estimates(state, leaf_samples, masks, summary, relative_error):
         diagonal=state.mean,
         diagonal_error=_standard_error(state.spread, count) if with_diagonal else None,
     )
-
-
-def leaf_traces(
-    state: ProbeState, params: PyTree
-) -> dict[str, Float[np.ndarray, " probes"]]:
-    """The samples of each leaf's trace, by path."""
-    samples = np.array(state.leaf_samples)
-    return dict(zip(trees.leaf_paths(trees.float_part(params)), samples.T, strict=True))

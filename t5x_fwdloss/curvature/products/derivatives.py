@@ -172,35 +172,3 @@ def sandwich(
     else:
         result = transpose(z_bar)
     return trees.as_vector(result)
-
-
-def jacobian_product(outputs: Function) -> Function:
-    """The function `(params, v, *args) -> (z, J v)`.
-
-    Args:
-      outputs: `(params, *args) -> z`, any pytree of float arrays.
-
-    Returns:
-      The function.
-    """
-    return directional_derivative(outputs)
-
-
-def jacobian_transpose_product(outputs: Function) -> Function:
-    """The function `(params, u, *args) -> (z, J^T u)`.
-
-    Args:
-      outputs: `(params, *args) -> z`, any pytree of float arrays.
-
-    Returns:
-      The function; `u` has the shapes of `z`, the second result is a vector.
-    """
-
-    def product(params, u, *args):
-        function = of_floats(outputs, params, args)
-        z, pullback = jax.vjp(function, trees.float_part(params))
-        cotangent = jax.tree.map(lambda bar, out: bar.astype(out.dtype), u, z)
-        (result,) = pullback(cotangent)
-        return z, trees.as_vector(result)
-
-    return product

@@ -98,12 +98,6 @@ def group_masks(
     return {name: group_mask(params, pattern) for name, pattern in patterns.items()}
 
 
-def group_paths(mask: PyTree) -> list[str]:
-    """The paths of the leaves in a group."""
-    paths, flags = trees.leaf_paths(mask), jax.tree.leaves(mask)
-    return [path for path, flag in zip(paths, flags, strict=True) if flag]
-
-
 def group_dimension(params: PyTree, mask: PyTree) -> int:
     """The number of parameters in a group."""
     leaves, flags = jax.tree.leaves(trees.float_part(params)), jax.tree.leaves(mask)
@@ -143,25 +137,3 @@ def restricted(matvec: trees.Matvec, mask: PyTree) -> trees.Matvec:
       The product with the group's diagonal block.
     """
     return lambda v: restrict(matvec(restrict(v, mask)), mask)
-
-
-def restricted_product(
-    product: collections.abc.Callable[..., PyTree], mask: PyTree
-) -> collections.abc.Callable[..., PyTree]:
-    """The function `(params, v, *args) -> P A P v` of a pure product.
-
-    To be jitted by the caller: the compiler then drops the work that only other groups
-    need, which `restricted` around a compiled product cannot.
-
-    Args:
-      product: A function `(params, v, *args) -> A v`.
-      mask: The group.
-
-    Returns:
-      The function.
-    """
-
-    def block(params, v, *args):
-        return restrict(product(params, restrict(v, mask), *args), mask)
-
-    return block
