@@ -88,7 +88,7 @@ def analyze(
         train_state_initializer_cls: T5X's `TrainStateInitializer` or a subclass.
         verify_matching_vocabs_fn: T5X's check of the task against the model, or None.
         use_orbax: False only for T5X's single-file checkpoints.
-        memory_budget: bytes a device that linearized products may keep; None: half of
+        memory_budget: bytes per device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold

@@ -154,7 +154,7 @@ CASES = [
     (
         "analyze",
         "LOSS_IMPL='custom_vjp'",
-        r"directional_derivatives needs a loss that is differentiable forwards",
+        r"directional_derivatives needs a loss that has forward mode",
     ),
     ("analyze", "DROPOUT_SEED='x'", r"DROPOUT_SEED must be a whole number .*: got 'x'"),
     *[("train", *case) for case in TRAINING],

@@ -1,4 +1,4 @@
-"""One analysis run: check, measure, report; resumed where it was, whole or not at all.
+"""One analysis run: check, measure, report; resumed where it stopped, whole or not at all.
 
 The order is fixed: everything that can be refused without compiling is refused first;
 then the run checks itself; then it measures; then it writes. 'Not converged' is a
@@ -91,7 +91,7 @@ def run_analysis(
             where it has finished, nothing is measured and nothing written.
         seed: what every random number depends on, with its purpose.
         host: what the program around the run knows.
-        memory_budget: bytes a device that linearized products may take; None: half of
+        memory_budget: bytes per device that linearized products may take; None: half of
             what is free; 0: everything is differentiated anew for each vector.
         fold: whether to rewrite linearized products to read less memory.
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from absl import logging
 
-from t5x_fwdloss.command_line import gin_sentences
-from t5x_fwdloss.t5x_host import orbax_leftovers
+from t5x_fwdloss.command_line import gin_sentences, orbax_leftovers
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 

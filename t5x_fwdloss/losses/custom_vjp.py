@@ -1,4 +1,4 @@
-r"""T5X's cross entropy: a rule for the reverse pass, kept to the last bit.
+r"""T5X's cross entropy: a rule for the reverse pass, kept bit for bit.
 
 Every expression, and the order of its operations, is that of `cross_entropy_with_logits`
 in T5X (`t5x/losses.py`, commit cc342d4, Apache-2.0, the T5X authors). The primal and the

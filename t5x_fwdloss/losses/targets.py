@@ -24,7 +24,7 @@ def on_and_off_values(label_smoothing: float, vocab_size: int) -> tuple[float, f
 def entropy_of_targets(label_smoothing: float, vocab_size: int) -> Float[Array, ""]:
     """The entropy of a smoothed row, which T5X subtracts: the least loss is then zero."""
     on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
-    # Term by term T5X's expression, in jax and not in Python: equal to the last bit.
+    # Term by term T5X's expression, in jax and not in Python: equal bit for bit.
     return -(
         on_value * jnp.log(on_value)
         + (vocab_size - 1) * off_value * jnp.log(off_value + 1e-20)

@@ -76,7 +76,7 @@ def analyze(
         num_microbatches: pieces that every batch is cut into, to save memory.
         dropout_seed: one fixed dropout key per batch; None turns dropout off.
         matmul_precision: 'highest', 'high' or 'default'.
-        memory_budget: bytes a device that linearized products may keep; None: half of
+        memory_budget: bytes per device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
         optimizer: that of the training, for what is preconditioned.

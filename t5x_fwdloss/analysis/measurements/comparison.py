@@ -85,7 +85,7 @@ class LossComparison:
                     memory = jvp.memory_analysis()
                     numbers |= _memory(f"{label}/jvp_memory", memory)
                 else:
-                    notes.append(f"{label}: cannot be differentiated forwards.")
+                    notes.append(f"{label}: has no forward mode.")
                 progress.update(note=label)
                 context.step()
         numbers |= self._times(reference, context.params, programs)

@@ -33,7 +33,7 @@ class Context:
         load_params: path of another checkpoint to its parameters.
         state_path: measurement name to the folder where it may save how far it is.
         is_primary: whether this process writes and shows progress.
-        memory_budget: bytes a device that products may keep; None: half of the free.
+        memory_budget: bytes per device that products may keep; None: half of the free.
         fold: whether linearized products are rewritten to read less memory.
         load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
         vectors_path: measurement name to the folder where it leaves vectors.

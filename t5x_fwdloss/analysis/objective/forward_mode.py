@@ -1,4 +1,4 @@
-"""Whether a tangent can be pushed forward through a loss; found out without compiling.
+"""Whether a loss has forward mode; found out without compiling.
 
 JAX traces a jvp through a `jax.custom_vjp` function and fails only when the result is
 used: what it leaves in the trace is the primitive `custom_lin`.
@@ -14,7 +14,7 @@ from jax.extend.core import jaxprs_in_params
 from t5x_fwdloss.curvature.products.derivatives import directional_derivative
 
 # Relative errors by the narrowest type that the network multiplies matrices in: what
-# rounding through a dozen layers leaves of agreement, with room to spare.
+# rounding through a dozen layers leaves, with room to spare.
 TOLERANCES = {
     "float64": 1e-8,
     "float32": 5e-4,

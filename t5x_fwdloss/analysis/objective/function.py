@@ -386,7 +386,7 @@ class Objective:
         Args:
             matrix: its name.
             params: parameters.
-            memory_budget: bytes a device that may be kept; None: half of what is free.
+            memory_budget: bytes per device that may be kept; None: half of what is free.
             fold: whether to rewrite the linear functions to read less memory; where
                 that fails, they are kept as JAX made them.
         """

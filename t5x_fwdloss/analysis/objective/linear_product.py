@@ -47,7 +47,7 @@ class LinearProduct:
             params: parameters, float32 or wider.
             batches: for each batch the further arguments of the map.
             precision: matmul precision.
-            memory_budget: bytes a device that may be kept; None: half of the free.
+            memory_budget: bytes per device that may be kept; None: half of the free.
             fold: whether to rewrite the linear functions to read less memory.
             blame: called with a vector whose product is not finite; raises an error
                 that says where, if it can.

@@ -77,7 +77,7 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
         raise PreflightError(no_forward_loss(needed_by))
     named = f" ({', '.join(found)})" if found else ""
     raise PreflightError(
-        f"{needed_by} needs a model that is differentiable forwards, and a part of it "
+        f"{needed_by} needs a model that has forward mode, and a part of it "
         f"is a jax.custom_vjp function{named}: choose the plain form of that part, or "
         f"leave {needed_by} out of MEASUREMENTS."
     )
@@ -86,7 +86,7 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
 def no_forward_loss(needed_by: str) -> str:
     """Why a measurement cannot be with T5X's own rule of the loss, and the remedy."""
     return (
-        f"{needed_by} needs a loss that is differentiable forwards, and LOSS_IMPL = "
+        f"{needed_by} needs a loss that has forward mode, and LOSS_IMPL = "
         '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
         "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
         "gradients and the checkpoint stay the same."

@@ -87,7 +87,7 @@ class SlqState:
 
     @classmethod
     def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "SlqState":
-        """The state that `arrays` and `metadata` were taken from, to the bit.
+        """The state that `arrays` and `metadata` were taken from, bit for bit.
 
         Args:
           like: A vector that gives shapes, types and shardings.

@@ -84,7 +84,7 @@ class XtraceState:
 
     @classmethod
     def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "XtraceState":
-        """The state that `arrays` and `metadata` were taken from, to the bit.
+        """The state that `arrays` and `metadata` were taken from, bit for bit.
 
         The probes are still to be drawn: `xtrace` does that.
 

@@ -172,7 +172,7 @@ class Basis:
 
     @classmethod
     def from_saved(cls, like: PyTree, vectors: list[PyTree], metadata: dict) -> "Basis":
-        """The basis that `vectors` and `metadata` were taken from, to the bit.
+        """The basis that `vectors` and `metadata` were taken from, bit for bit.
 
         Args:
           like: A vector that gives shapes, types and shardings.

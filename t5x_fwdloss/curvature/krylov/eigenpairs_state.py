@@ -133,7 +133,7 @@ class EigenpairsState:
     def from_saved(
         cls, like: PyTree, arrays: dict, metadata: dict
     ) -> "EigenpairsState":
-        """The state that `arrays` and `metadata` were taken from, to the bit.
+        """The state that `arrays` and `metadata` were taken from, bit for bit.
 
         Args:
           like: A vector that gives shapes, types and shardings.

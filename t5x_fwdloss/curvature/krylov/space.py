@@ -111,7 +111,7 @@ class Krylov:
 
     @classmethod
     def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "Krylov":
-        """The space that `arrays` and `metadata` were taken from, to the bit.
+        """The space that `arrays` and `metadata` were taken from, bit for bit.
 
         Args:
           like: A vector that gives shapes, types and shardings.

@@ -6,7 +6,7 @@ import sys
 PROGRAM = """
 import sys
 from absl import logging
-from t5x_fwdloss.t5x_host import orbax_leftovers
+from t5x_fwdloss.command_line import orbax_leftovers
 
 orbax_leftovers.keep_quiet()
 orbax_leftovers.keep_quiet()
