@@ -99,10 +99,7 @@ SEEDS = [0, 1, 7, 2**31, 2**32 - 1, 2**32, 2**32 + 7, 2**40, 2**63 - 1]
 @pytest.mark.parametrize("wide", [False, True])
 def test_every_bit_of_a_seed_counts(wide):
     with jax.enable_x64(wide):
-        words = [
-            jax.random.key_data(curvature.probes.as_key(seed)).tolist()
-            for seed in SEEDS
-        ]
+        words = [jax.random.key_data(probes.as_key(seed)).tolist() for seed in SEEDS]
     assert words == [[seed >> 32, seed % 2**32] for seed in SEEDS]
     # As before for the seeds that JAX takes in full.
     for seed in SEEDS[:5]:
