@@ -3,8 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from t5x_fwdloss.command_line.gin_sentences import raised_by_package
-from t5x_fwdloss.command_line.seqio_sentences import reason
+from t5x_fwdloss.command_line.seqio_sentences import explained
 
 
 @contextlib.contextmanager
@@ -14,15 +13,12 @@ def of_parameters() -> Iterator[None]:
     T5X's networks check none of their settings: the first array that has a wrong size
     raises what JAX, NumPy or Flax say of it.
 
-    Raises:
-        ValueError: the network, or the library below it, raised an error.
+    An error of the network, or of the library below it, raises ValueError.
     """
-    try:
-        yield
-    except Exception as error:
-        if raised_by_package(error):
-            raise
-        raise ValueError(
+    with explained(
+        lambda: (
             "MODEL must have a network, with settings of its configuration, that can be "
-            f"initialized: got {type(error).__name__}: {reason(error)}"
-        ) from error
+            "initialized"
+        )
+    ):
+        yield

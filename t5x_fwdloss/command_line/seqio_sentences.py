@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import seqio
 
@@ -22,8 +22,26 @@ def reading(task: str, split: str) -> Iterator[None]:
         task: name of a task or mixture.
         split: the split that is read.
 
+    An error of SeqIO, of TensorFlow or of a function of the task raises ValueError.
+    """
+    with explained(
+        lambda: (
+            f"SeqIO must be able to read the task {task!r}, split {split!r}"
+            f"{_declared(task, split)}"
+        )
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def explained(wanted: Callable[[], str]) -> Iterator[None]:
+    """Turns an error of other libraries into a sentence: what must hold, and the reason.
+
+    Args:
+        wanted: gives what must hold; called only where it does not.
+
     Raises:
-        ValueError: SeqIO, TensorFlow or a function of the task raised an error.
+        ValueError: something inside raised an error that is not this package's own.
     """
     try:
         yield
@@ -31,8 +49,7 @@ def reading(task: str, split: str) -> Iterator[None]:
         if raised_by_package(error):
             raise
         raise ValueError(
-            f"SeqIO must be able to read the task {task!r}, split {split!r}"
-            f"{_declared(task, split)}: got {type(error).__name__}: {reason(error)}"
+            f"{wanted()}: got {type(error).__name__}: {reason(error)}"
         ) from error
 
 

@@ -154,41 +154,38 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
             return {name: found[name] for name in found.files}
 
 
-@contextlib.contextmanager
-def writing(path: epath.PathLike) -> Iterator[None]:
+def writing(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
     """Say of whatever fails inside that this path cannot be written.
 
-    Raises:
-        StorageError: with the reason, such as a full disk.
+    `StorageError` has the reason, such as a full disk.
     """
+    return _failing(
+        f"{path} must be writable",
+        "What was saved before is kept: when there is space and permission, start the "
+        "same command again to resume.",
+    )
+
+
+def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
+    """Say of whatever fails inside that this path cannot be read.
+
+    `StorageError` has the reason, such as a truncated file.
+    """
+    return _failing(
+        f"{path} must be whole and readable",
+        "If it is damaged, move it away, or choose another folder.",
+    )
+
+
+@contextlib.contextmanager
+def _failing(wanted: str, remedy: str) -> Iterator[None]:
     # Every storage library has exceptions of its own: all of them mean the same here.
     try:
         yield
     except StorageError:
         raise
     except Exception as error:
-        raise StorageError(
-            f"{path} must be writable: {reason(error)}. What was saved before is kept: "
-            "when there is space and permission, start the same command again to resume."
-        ) from error
-
-
-@contextlib.contextmanager
-def reading(path: epath.PathLike) -> Iterator[None]:
-    """Say of whatever fails inside that this path cannot be read.
-
-    Raises:
-        StorageError: with the reason, such as a truncated file.
-    """
-    try:
-        yield
-    except StorageError:
-        raise
-    except Exception as error:
-        raise StorageError(
-            f"{path} must be whole and readable: {reason(error)}. If it is damaged, move "
-            "it away, or choose another folder."
-        ) from error
+        raise StorageError(f"{wanted}: {reason(error)}. {remedy}") from error
 
 
 def reason(error: BaseException) -> str:
