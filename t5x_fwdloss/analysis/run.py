@@ -21,11 +21,12 @@ from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
-from t5x_fwdloss.analysis.objective import parameters, preflight, programs
+from t5x_fwdloss.analysis.objective import parameters, preflight
 from t5x_fwdloss.analysis.objective.finite import (
     NegativeCurvatureError,
     NonFiniteLossError,
     check_finite,
+    largest_magnitudes,
 )
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
@@ -216,7 +217,7 @@ class _OtherCheckpoints:
 
 
 def _check_parameters(context) -> None:
-    largest = programs.largest_magnitudes(trees.float_part(context.params))
+    largest = largest_magnitudes(trees.float_part(context.params))
     check_finite("every parameter", [("the checkpoint", largest)])
 
 

@@ -5,6 +5,9 @@ host callable, vector to vector, that the caller has compiled and that sums over
 itself; nothing here knows of models, losses, files or gin.
 """
 
+from t5x_fwdloss.curvature.estimators.hutchinson import (
+    HutchinsonState as HutchinsonState,
+)
 from t5x_fwdloss.curvature.estimators.hutchinson import TraceEstimate as TraceEstimate
 from t5x_fwdloss.curvature.estimators.hutchinson import (
     hutchinson_trace as hutchinson_trace,
@@ -56,10 +59,6 @@ from t5x_fwdloss.curvature.products.linearized import (
     gauss_newton_map as gauss_newton_map,
 )
 from t5x_fwdloss.curvature.products.linearized import hessian_map as hessian_map
-from t5x_fwdloss.curvature.products.operators import damped as damped
-from t5x_fwdloss.curvature.products.operators import one_by_one as one_by_one
-from t5x_fwdloss.curvature.products.operators import stacked as stacked
-from t5x_fwdloss.curvature.products.operators import summed as summed
 from t5x_fwdloss.curvature.vectors.directions import difference as difference
 from t5x_fwdloss.curvature.vectors.directions import (
     filter_normalized as filter_normalized,
@@ -72,6 +71,8 @@ from t5x_fwdloss.curvature.vectors.groups import group_mask as group_mask
 from t5x_fwdloss.curvature.vectors.groups import group_masks as group_masks
 from t5x_fwdloss.curvature.vectors.groups import restrict as restrict
 from t5x_fwdloss.curvature.vectors.groups import restricted as restricted
+from t5x_fwdloss.curvature.vectors.packing import pack as pack
+from t5x_fwdloss.curvature.vectors.packing import unpack as unpack
 from t5x_fwdloss.curvature.vectors.preconditioning import (
     apply_diagonal as apply_diagonal,
 )

@@ -20,7 +20,7 @@ from absl import logging
 from clu import metric_writers
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.objective import programs
+from t5x_fwdloss.analysis.objective import finite
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.store import files, lock
 from t5x_fwdloss.curvature.vectors import probes, trees
@@ -197,9 +197,9 @@ def _check_restored(params, state, path) -> None:
 
 def _not_finite(params, state) -> str:
     """The first value that is not a number, or infinite in the parameters; or nothing."""
-    magnitudes = programs.largest_magnitudes(trees.float_part(params))
+    magnitudes = finite.largest_magnitudes(trees.float_part(params))
     found = [(x, name) for name, x in magnitudes.items() if not math.isfinite(x)]
-    magnitudes = programs.largest_magnitudes(trees.float_part(state))
+    magnitudes = finite.largest_magnitudes(trees.float_part(state))
     # An optimizer may begin with an infinity, but not with a NaN.
     found += [
         (x, f"the optimizer's {name}")

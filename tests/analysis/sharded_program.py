@@ -41,7 +41,7 @@ def many(params, place):
     batches = [jax.tree.map(place, batch) for batch in toy.batches(4, num=160)]
     objective = runs.objective(batches)
     v = objective.gradient(params)
-    product = objective.linear_product("hessian", params)(v)
+    product = objective.product("hessian", params)(v)
     basis = curvature.Basis(v)
     for number in range(160):
         basis.append(v, float(number))
@@ -71,17 +71,15 @@ def main():
     spec = lambda tree: jax.tree.map(lambda x: x.sharding.spec, tree)
     v = objective.gradient(params)
     stacked = jax.tree.map(lambda x: jax.numpy.stack([x, 2 * x]), v)
-    several = objective.hessian_products(params, stacked)
-    linear = objective.linear_product("hessian", params)
-    kept = {
-        "linear_product": spec(linear(v)) == spec(params),
-        "gradient": spec(v) == spec(params),
-        "hessian_product": spec(objective.hessian_product(params, v)) == spec(params),
-        "gauss_newton_product": spec(objective.gauss_newton_product(params, v))
-        == spec(params),
-        "hessian_products": spec(several)
-        == jax.tree.map(lambda x: P(None, *x.sharding.spec), params),
-    }
+    several = jax.tree.map(lambda x: P(None, *x.sharding.spec), params)
+    kept = {"gradient": spec(v) == spec(params)}
+    for matrix in ("hessian", "gauss_newton"):
+        for budget in (None, 0):
+            product = objective.product(matrix, params, budget)
+            kept[f"{matrix}, {budget}"] = spec(product(v)) == spec(params)
+            kept[f"{matrix}, {budget}, stacked"] = (
+                spec(product.stacked(stacked)) == several
+            )
     print(  # noqa: T201
         json.dumps(
             {

@@ -1,5 +1,6 @@
 """Whose a folder is: a run's own is resumed or left as it is, any other is not touched."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import HessianTrace, measurement_list, optimizer
 from t5x_fwdloss.analysis.store import (
@@ -153,7 +155,7 @@ def test_another_optimizer_is_another_run_where_it_preconditions(tmp_path):
 FOREIGN = {
     "a model's folder": ("checkpoint_4/state/x", "config.gin"),
     "notes": ("unfinished/notes.txt",),
-    "a state without its record": ("unfinished/hessian_trace.state/samples.json",),
+    "a state without its record": ("unfinished/hessian_trace.state/state.json",),
     "vectors without their record": ("hessian_trace_vectors/vector_0/x",),
     "a hidden file": (".git/HEAD",),
     "another package's results": ("results.json",),
@@ -198,7 +200,7 @@ def test_damaged_results_are_named(finished, tmp_path, name, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("name", ["run.json", "hessian_trace.state/samples.json"])
+@pytest.mark.parametrize("name", ["run.json", "hessian_trace.state/state.json"])
 def test_a_damaged_unfinished_run_is_named(tmp_path, name, damage):
     leave_unfinished(tmp_path)
     path = tmp_path / "unfinished" / name
@@ -229,36 +231,25 @@ def test_damaged_vectors_are_named(tmp_path):
 def test_a_flipped_bit_in_a_saved_vector_is_found(tmp_path):
     """Orbax gives back what is on the disk, right or wrong."""
 
+    @dataclasses.dataclass
     class State:
         """A state of one vector."""
 
-        def arrays(self):
-            """The vector, noise that cannot be compressed."""
-            rng = np.random.default_rng(0)
-            return {"vectors": [{"a": jnp.asarray(rng.normal(size=4000), jnp.float32)}]}
+        vector: PyTree
 
-        def metadata(self):
-            """Nothing."""
-            return {}
-
-        @classmethod
-        def from_saved(cls, like, arrays, metadata):
-            """The vectors."""
-            assert metadata == {}
-            assert like["a"].shape == arrays["vectors"][0]["a"].shape
-            return arrays["vectors"]
-
+    # Noise that cannot be compressed.
+    noise = np.random.default_rng(0).normal(size=4000)
+    like = {"a": jnp.asarray(noise, jnp.float32)}
     saved = saved_state.SavedState(files.user_path(tmp_path), is_primary=True)
-    saved.save(State(), 0)
-    like = State().arrays()["vectors"][0]
-    assert (saved.restore(like, State)[0]["a"] == like["a"]).all()
+    saved.save(State(like))
+    assert (saved.restore(like, State).vector["a"] == like["a"]).all()
     largest = max(
         (x for x in tmp_path.rglob("*") if x.is_file()), key=lambda x: x.stat().st_size
     )
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 16
     largest.write_bytes(content)
-    with pytest.raises(files.StorageError, match="vector_0_0 must (hold|be whole)"):
+    with pytest.raises(files.StorageError, match="vector_0 must (hold|be whole)"):
         saved.restore(like, State)
 
 

@@ -45,9 +45,9 @@ def dense(product, params):
 def test_fisher_is_gauss_newton_without_smoothing_and_z_loss(params, whole):
     plain = toy.dense_hessian(params, whole, whole["decoder_loss_weights"].sum())
     found = objective(whole, smoothing=0.1, z_loss=0.05)
-    fisher = dense(lambda v: found.matrix_product("fisher", params, v), params)
+    fisher = dense(found.product("fisher", params), params)
     np.testing.assert_allclose(fisher, plain, atol=ROUNDING * np.abs(plain).max())
-    other = dense(lambda v: found.gauss_newton_product(params, v), params)
+    other = dense(found.product("gauss_newton", params), params)
     assert np.abs(other - plain).max() > 1e-3 * np.abs(plain).max()
 
 
@@ -66,9 +66,7 @@ def test_empirical_fisher_is_the_second_moment_of_the_tokens_gradients(params, w
     rows, weights = gradients(params, whole, whole["decoder_target_tokens"])
     expected = (rows * weights[:, None]).T @ rows / weights.sum()
     found = objective(whole)
-    matrix = dense(
-        lambda v: found.matrix_product("empirical_fisher", params, v), params
-    )
+    matrix = dense(found.product("empirical_fisher", params), params)
     np.testing.assert_allclose(matrix, expected, atol=ROUNDING * np.abs(expected).max())
 
 
@@ -78,8 +76,7 @@ def test_sampled_fisher_is_one_fixed_matrix_and_right_on_average(params, whole):
     direction = np.random.default_rng(0).normal(size=flat.size)
     v = unravel(jnp.asarray(direction))
     first, again = (
-        ravel_pytree(found.matrix_product("sampled_fisher", params, v))[0]
-        for _ in range(2)
+        ravel_pytree(found.product("sampled_fisher", params)(v))[0] for _ in range(2)
     )
     np.testing.assert_array_equal(first, again)
     outputs = lambda p, batch, *_: toy.SoftmaxRegression()._compute_logits(p, batch)
@@ -104,7 +101,7 @@ def test_sampled_fisher_is_one_fixed_matrix_and_right_on_average(params, whole):
 def test_an_unknown_matrix_and_one_without_logits_are_refused(params, whole):
     found = objective(whole)
     with pytest.raises(ValueError, match=r"one of hessian, .*: got 'fischer'"):
-        found.matrix_product("fischer", params, params)
+        found.product("fischer", params)
     bare = Objective(
         lambda p, *_: jnp.sum(p["dense"]["bias"] ** 2),
         found.batches,
@@ -119,8 +116,8 @@ def test_linearized_products_are_the_products(params, whole, matrix):
     found = objective(whole, smoothing=0.1, z_loss=0.05)
     flat, unravel = ravel_pytree(params)
     v = unravel(jnp.asarray(np.random.default_rng(1).normal(size=flat.size)))
-    expected = ravel_pytree(found.matrix_product(matrix, params, v))[0]
-    linear = found.linear_product(matrix, params)
+    expected = ravel_pytree(found.product(matrix, params, memory_budget=0)(v))[0]
+    linear = found.product(matrix, params)
     assert linear.how.startswith("2 of 2 batches linearized")
     tolerance = ROUNDING * np.abs(expected).max()
     np.testing.assert_allclose(ravel_pytree(linear(v))[0], expected, atol=tolerance)
@@ -128,7 +125,7 @@ def test_linearized_products_are_the_products(params, whole, matrix):
 
 def test_without_memory_nothing_is_linearized_and_stacked_products_agree(params, whole):
     found = objective(whole)
-    linear = found.linear_product("hessian", params, 0)
+    linear = found.product("hessian", params, 0)
     assert linear.how == "0 of 2 batches linearized, 0.0 MiB a device"
     v = jax.tree.map(jnp.ones_like, params)
     together = linear.stacked(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), v))
@@ -141,11 +138,17 @@ def test_without_memory_nothing_is_linearized_and_stacked_products_agree(params,
 
 def test_a_linearized_product_that_is_not_finite_names_batch_and_block(params, whole):
     whole["features"][8, 0, 0] = np.inf
-    linear = objective(whole).linear_product("hessian", params)
+    linear = objective(whole).product("hessian", params)
     v = jax.tree.map(jnp.ones_like, params)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), v)
     message = "the product with the Hessian must be finite: batch 1 gives nan in dense"
-    for product, argument in ((linear, v), (linear.stacked, stacked)):
+    anew = objective(whole).product("hessian", params, memory_budget=0)
+    for product, argument in (
+        (linear, v),
+        (linear.stacked, stacked),
+        (linear.at(params), v),
+        (anew, v),
+    ):
         with pytest.raises(NonFiniteLossError, match=message):
             product(argument)
 
@@ -160,7 +163,7 @@ def test_any_split_of_the_examples_gives_the_same_matrix(params, whole, matrix):
             {k: x[i : i + size] for k, x in whole.items()} for i in range(0, 12, size)
         ]
         found = Objective.from_model(model, batches, num_microbatches=num_microbatches)
-        return ravel_pytree(found.matrix_product(matrix, params, v))[0]
+        return ravel_pytree(found.product(matrix, params)(v))[0]
 
     expected = product(12, 1)
     for size, num_microbatches in ((12, 4), (6, 1), (6, 2), (1, 1)):

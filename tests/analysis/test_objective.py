@@ -40,7 +40,7 @@ def everything(found, params):
     """Value, gradient and Hessian product as one flat vector."""
     trees = [
         found.gradient(params),
-        found.hessian_product(params, normal_like(params, 3)),
+        found.product("hessian", params)(normal_like(params, 3)),
     ]
     values = [found.value(params)]
     return np.concatenate([values, *[ravel_pytree(t)[0] for t in trees]])
@@ -104,8 +104,8 @@ def test_products_are_those_of_the_closed_form_hessian():
     v = normal_like(params, 5)
     columns = expected @ np.asarray(ravel_pytree(v)[0])
     tolerance = 64 * jnp.finfo(jnp.float64).eps * np.abs(expected).max()
-    for product in (found.hessian_product, found.gauss_newton_product):
-        flat = ravel_pytree(product(params, v))[0]
+    for matrix in ("hessian", "gauss_newton"):
+        flat = ravel_pytree(found.product(matrix, params)(v))[0]
         np.testing.assert_allclose(flat, columns, atol=tolerance)
 
 
@@ -137,11 +137,12 @@ def test_several_products_equal_one_by_one():
     found, params = objective(4), toy.parameters()
     vs = [normal_like(params, seed) for seed in range(3)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *vs)
-    together = found.hessian_products(params, stacked)
+    product = found.product("hessian", params)
+    together = product.stacked(stacked)
     for i, v in enumerate(vs):
         np.testing.assert_allclose(
             ravel_pytree(jax.tree.map(lambda x, i=i: x[i], together))[0],
-            ravel_pytree(found.hessian_product(params, v))[0],
+            ravel_pytree(product(v))[0],
             atol=64 * EPS,
         )
 
@@ -153,9 +154,7 @@ def test_every_derivative_is_traced_once():
         found.value(params)
         found.gradient(params)
         found.jvp(params, v)
-        found.hessian_product(params, v)
-        found.gauss_newton_product(params, v)
-    assert len(found.num_traces) == 5
+    assert len(found.num_traces) == 3
     assert set(found.num_traces.values()) == {1}
 
 

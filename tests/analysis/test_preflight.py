@@ -105,10 +105,11 @@ def test_a_rule_whose_hessian_is_not_symmetric_is_found_out():
 
 def test_a_product_that_is_not_zero_for_zero_is_found_out():
     objective, params = runs.objective(), toy.parameters()
+    product = objective.product("hessian", params)
 
     def affine(v):
         if any(x.any() for x in jax.tree.leaves(v)):
-            return objective.hessian_product(params, v)
+            return product(v)
         return jax.tree.map(jnp.ones_like, v)
 
     with pytest.raises(PreflightError, match="'H.0 equals 0' failed: 4 and 0 must"):

@@ -17,7 +17,7 @@ from t5x_fwdloss.analysis import (
     PreflightError,
     SampledFisherTrace,
 )
-from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 
 from . import runs, toy
 
@@ -26,12 +26,12 @@ TRACES = (GaussNewtonTrace, FisherTrace, SampledFisherTrace, EmpiricalFisherTrac
 
 def wrong_for_the_third(monkeypatch):
     """What a compiler that makes a wrong function for stacked vectors leaves."""
-    right = LinearProduct.stacked
+    right = MatrixProduct.stacked
 
     def wrong(self, vectors):
         return jax.tree.map(lambda x: x.at[2].multiply(1.1), right(self, vectors))
 
-    monkeypatch.setattr(LinearProduct, "stacked", wrong)
+    monkeypatch.setattr(MatrixProduct, "stacked", wrong)
 
 
 @pytest.mark.parametrize("kind", [HessianTrace, *TRACES])

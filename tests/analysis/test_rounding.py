@@ -22,7 +22,7 @@ from t5x_fwdloss.analysis import (
 )
 from t5x_fwdloss.analysis.measurements.rounding import FACTOR, Rounding, setting_of
 from t5x_fwdloss.analysis.numbers import EXACT, STANDARD_ERROR, Number, with_rounding
-from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.standalone.model import StandaloneModel
 from t5x_fwdloss.standalone.network import Transformer
@@ -84,7 +84,7 @@ def narrow(folders):
 def wide(folders):
     """The same in float32: no product may be taken for the sake of its rounding."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(LinearProduct, "at")
+        patch.delattr(MatrixProduct, "at")
         return run("float32", folders[1])
 
 

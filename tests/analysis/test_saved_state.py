@@ -1,5 +1,7 @@
 """What a Lanczos run leaves on disk: each vector once, and never another run's."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,11 +49,11 @@ def restored(saved):
 
 
 def test_the_state_comes_back_to_the_bit(saved):
-    state = grown(0, 7, lambda state: saved.save(state, 0))
+    state = grown(0, 7, lambda state: saved.save(state))
     found = restored(saved)
     np.testing.assert_array_equal(vectors(found), vectors(state))
-    np.testing.assert_array_equal(found.space.projected, state.space.projected)
-    assert found.metadata() == state.metadata()
+    numbers = [json.dumps(curvature.pack(x)[0]) for x in (found, state)]
+    assert numbers[0] == numbers[1]
 
 
 def test_each_vector_is_written_once(saved, monkeypatch):
@@ -62,20 +64,32 @@ def test_each_vector_is_written_once(saved, monkeypatch):
         save(path, tree)
 
     monkeypatch.setattr(vector_store, "save", watched)
-    state = grown(0, 6, lambda state: saved.save(state, 0))
-    assert written == [f"vector_0_{i}" for i in range(state.space.basis.size)]
-    saved.save(state, 1)  # as after a restart
-    left = sorted(path.name for path in saved.path.glob("vector_*"))
-    assert left == [f"vector_1_{i}" for i in range(state.space.basis.size)]
+    state = grown(0, 6, lambda state: saved.save(state))
+    size = state.space.basis.size
+    assert written == [f"vector_{i}" for i in range(size)]
+    # Other vectors, as after a restart.
+    basis = state.space.basis
+    basis.vectors = [jax.tree.map(jnp.array, v) for v in basis.vectors]
+    saved.save(state)
+    left = {path.name for path in saved.path.glob("vector_*")}
+    assert left == {f"vector_{i}" for i in range(size, 2 * size)}
+
+
+def test_what_is_resumed_is_not_written_again(saved, monkeypatch):
+    saved.save(grown(0, 6))
+    state, written = restored(saved), []
+    monkeypatch.setattr(vector_store, "save", lambda path, _: written.append(path.name))
+    saved.save(state)
+    assert written == []
 
 
 def test_vectors_without_an_index_are_not_taken_for_this_run(saved):
     assert restored(saved) is None
-    saved.save(grown(0, 3), 0)
+    saved.save(grown(0, 3))
     (saved.path / "state.json").unlink()
     assert restored(saved) is None  # what a measurement does first
     state = grown(1, 3)
-    saved.save(state, 0)
+    saved.save(state)
     np.testing.assert_array_equal(vectors(restored(saved)), vectors(state))
 
 
@@ -83,9 +97,9 @@ def test_arrays_taken_from_a_state_are_not_changed_by_later_steps():
     taken = []
 
     def take(state):
-        arrays = state.arrays()
-        taken.append((arrays, jax.tree.map(np.array, arrays)))
+        saved = curvature.pack(state)
+        taken.append((saved, jax.tree.map(np.array, saved)))
 
     grown(0, 6, take)
-    for arrays, copies in taken:
-        jax.tree.map(np.testing.assert_array_equal, arrays, copies)
+    for saved, copies in taken:
+        jax.tree.map(np.testing.assert_array_equal, saved, copies)

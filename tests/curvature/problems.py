@@ -3,9 +3,13 @@
 Everything is NumPy float64; only `unflatten` makes JAX arrays.
 """
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from t5x_fwdloss import curvature
 
 # Shapes of a small tree with T5X's kind of names; "step" is an integer leaf.
 SHAPES = {
@@ -202,3 +206,15 @@ def dense(product, params):
         )
         columns.append(flatten(product(vector)))
     return np.stack(columns, axis=1)
+
+
+def packed(state):
+    """What is saved of a state, through JSON; later steps do not change it."""
+    numbers, vectors = curvature.pack(state)
+    return json.loads(json.dumps(numbers)), jax.tree.map(np.array, vectors)
+
+
+def unpacked(kind, saved, like):
+    """The state that `packed` was given."""
+    numbers, vectors = saved
+    return curvature.unpack(kind, numbers, jax.tree.map(jnp.array, vectors), like)

@@ -57,14 +57,14 @@ def test_linearized_or_not_the_numbers_are_the_same(name, budget):
     else:
         number = 0 if budget == 0 else 3
     product = curvature.AmortizedProduct(
-        linear_map, params, scales(), factor=0.1, memory_budget=budget
+        linear_map, params, scales(), memory_budget=budget
     )
     assert product.num_linearized == number
     assert [record.linearized for record in product.batches] == [True] * number + [
         False
     ] * (3 - number)
     got = problems.dense(product, params)
-    np.testing.assert_allclose(got, 0.1 * expected(name, params), rtol=1e-10)
+    np.testing.assert_allclose(got, expected(name, params), rtol=1e-10)
     vs = curvature.random_stack(0, [0, 1], params)
     for many, v in zip(
         curvature.unstack(product.stacked(vs)), curvature.unstack(vs), strict=True

@@ -1,6 +1,5 @@
 """Eigenpairs of matrices with known spectra; restarts, blocks and resuming."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -216,11 +215,10 @@ def test_a_killed_run_ends_with_the_same_bits(stop, max_basis):
 
     def save(state):
         if state.space.num_products == stop:
-            saved["arrays"] = jax.tree.map(np.array, state.arrays())
-            saved["metadata"] = state.metadata()
+            saved["state"] = problems.packed(state)
 
     whole = curvature.eigenpairs(product, vector, on_step=save, **options)
-    state = curvature.EigenpairsState.from_saved(vector, **saved)
+    state = problems.unpacked(curvature.EigenpairsState, saved["state"], vector)
     again = curvature.eigenpairs(product, vector, state=state, **options)
     np.testing.assert_array_equal(whole.eigenvalues, again.eigenvalues)
     np.testing.assert_array_equal(whole.residuals, again.residuals)

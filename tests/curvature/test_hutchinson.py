@@ -136,11 +136,15 @@ def test_a_run_goes_on_from_its_samples():
     matrix, _ = problems.symmetric(EIGENVALUES)
     product, seen = problems.matvec_of(matrix), []
     whole = curvature.hutchinson_trace(
-        product, params(), 2, num_probes=9, on_probe=seen.append
+        product,
+        params(),
+        2,
+        num_probes=9,
+        on_probe=lambda state: seen.append(problems.packed(state)),
     )
-    again = curvature.hutchinson_trace(
-        product, params(), 2, num_probes=9, samples=seen[3]
-    )
+    state = problems.unpacked(curvature.HutchinsonState, seen[3], params())
+    assert state.num_products == 4
+    again = curvature.hutchinson_trace(product, params(), 2, num_probes=9, state=state)
     np.testing.assert_array_equal(whole.samples, again.samples)
 
 

@@ -75,7 +75,6 @@ def test_vectors_keep_the_shardings_of_the_parameters(runs, mesh):
 def test_no_program_gathers(runs):
     _, texts = runs
     assert len(texts) > 20
-    assert any("joined_product" in text for text in texts.values())
     for name, text in texts.items():
         for operation in ("all-gather", "all-to-all", "collective-permute"):
             assert operation not in text, f"{operation} in {name}"

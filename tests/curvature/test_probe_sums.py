@@ -127,12 +127,11 @@ def test_a_run_goes_on_from_its_saved_state_to_the_bit():
 
     def save(state):
         if len(state.square_norms) == 4:
-            saved["arrays"] = jax.tree.map(np.array, state.arrays())
-            saved["metadata"] = state.metadata()
+            saved["state"] = problems.packed(state)
 
     options = {"num_probes": 9, "groups": masks(), "diagonal": True}
     whole = curvature.probe_estimates(product, params(), 1, on_probe=save, **options)
-    state = curvature.ProbeState.from_saved(params(), **saved)
+    state = problems.unpacked(curvature.ProbeState, saved["state"], params())
     again = curvature.probe_estimates(product, params(), 1, state=state, **options)
     np.testing.assert_array_equal(whole.trace.samples, again.trace.samples)
     np.testing.assert_array_equal(

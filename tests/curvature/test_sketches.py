@@ -217,18 +217,13 @@ def test_a_killed_run_ends_with_the_same_bits(name, stop):
         steps.append(state.num_products)
         if len(steps) == stop:
             saved["calls"] = len(calls)
-            saved["arrays"] = jax.tree.map(np.array, state.arrays())
-            saved["metadata"] = state.metadata()
+            saved["state"] = problems.packed(state)
 
     options = {"block_size": 3}
     whole = SKETCHED[name](many, params(), 1, on_step=save, **options)
     left = len(calls) - saved.pop("calls")
     calls.clear()
-    saved["arrays"] = {  # as JSON would give the small ones back
-        key: value if key == "vectors" else np.asarray(value.tolist())
-        for key, value in saved["arrays"].items()
-    }
-    state = STATES[name].from_saved(params(), **saved)
+    state = problems.unpacked(STATES[name], saved["state"], params())
     again = SKETCHED[name](many, params(), 1, state=state, **options)
     np.testing.assert_array_equal(whole.samples, again.samples)
     assert whole.interval == again.interval

@@ -1,6 +1,5 @@
 """Spectral densities: the quadrature's exact degree, known masses, smoothing, resuming."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -114,14 +113,11 @@ def test_a_killed_run_ends_with_the_same_bits(stop):
     def save(state):
         steps.append(1)
         if len(steps) == stop:
-            saved["arrays"] = jax.tree.map(np.array, state.arrays())
-            saved["metadata"] = jax.tree.map(lambda x: x, state.metadata())
-            saved["metadata"]["nodes"] = list(state.nodes)
-            saved["metadata"]["weights"] = list(state.weights)
+            saved["state"] = problems.packed(state)
 
     options = {"num_probes": 3, "num_steps": 6}
     whole = curvature.slq(product, params(), 1, on_step=save, **options)
-    state = curvature.SlqState.from_saved(params(), **saved)
+    state = problems.unpacked(curvature.SlqState, saved["state"], params())
     calls = []
 
     def counted(v):

@@ -15,7 +15,7 @@ from t5x_fwdloss.analysis.measurements.rounding import Rounding, setting_of
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import matrices, preflight
 from t5x_fwdloss.analysis.objective.function import Objective
-from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.store import vector_store
 from t5x_fwdloss.curvature.vectors import probes, trees
@@ -56,7 +56,7 @@ class Context:
     _compared: set[tuple[str, int]] = dataclasses.field(default_factory=set, init=False)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
     _preconditioner: Preconditioner | None = dataclasses.field(default=None, init=False)
-    _linear: tuple[str, LinearProduct] | None = dataclasses.field(
+    _linear: tuple[str, MatrixProduct] | None = dataclasses.field(
         default=None, init=False
     )
     _products: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
@@ -162,7 +162,7 @@ class Context:
             # What was kept for another matrix is noted, and given up first.
             self._products = self.products
             self._linear = None
-            found = self.objective.linear_product(
+            found = self.objective.product(
                 matrix, self.params, self.memory_budget, fold=self.fold
             )
             self._linear = (matrix, found)

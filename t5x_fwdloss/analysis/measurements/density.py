@@ -74,7 +74,7 @@ class SpectralDensity(OfMatrix):
             def on_step(state):
                 progress.update(note=f"probe {len(state.nodes) + 1}")
                 context.step(
-                    lambda: saved.save(state, len(state.nodes)),
+                    lambda: saved.save(state),
                     due=_steps(state) % self.save_every == 0,
                 )
 
@@ -149,8 +149,7 @@ class GaussNewtonSpectralDensity(SpectralDensity):
 
 
 def _steps(state: SlqState) -> int:
-    under_way = 0 if state.space is None else state.space.num_products
-    return state.num_products + under_way
+    return state.num_products
 
 
 def _arrays(samples) -> dict[str, np.ndarray]:

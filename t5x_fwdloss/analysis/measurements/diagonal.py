@@ -71,7 +71,7 @@ class HessianDiagonal:
                 nonlocal counted
                 progress.update(len(state.square_norms) - counted)
                 counted = len(state.square_norms)
-                context.step(lambda: saved.save(state, counted))
+                context.step(lambda: saved.save(state))
 
             found = probe_estimates(
                 context.product(self.matrix, self.block_size),

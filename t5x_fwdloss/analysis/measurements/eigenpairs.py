@@ -122,7 +122,7 @@ class Eigenpairs(OfMatrix):
             def on_step(state):
                 progress.update(note=_extremes(state))
                 context.step(
-                    lambda: saved.save(state, state.generation),
+                    lambda: saved.save(state),
                     due=state.num_products % self.save_every == 0,
                 )
 

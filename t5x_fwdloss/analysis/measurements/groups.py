@@ -66,7 +66,7 @@ class GroupTraces:
                 nonlocal counted
                 progress.update(len(state.square_norms) - counted)
                 counted = len(state.square_norms)
-                context.step(lambda: saved.save(state, 0))
+                context.step(lambda: saved.save(state))
 
             found = probe_estimates(
                 context.product(self.matrix, self.block_size),

@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.measurements.context import Context
-from t5x_fwdloss.analysis.store import files, multihost, records
 from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature import (
+    HutchinsonState,
     HutchppState,
     TraceEstimate,
     XtraceState,
@@ -26,29 +26,12 @@ Product = Callable[[PyTree], PyTree]
 
 def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array):
     """Hutchinson's estimator; what it saves is its samples."""
-    path = context.state_path(settings.name) / "samples.json"
-
-    def saved():
-        with files.reading(path):
-            there = path.exists()
-        return records.read(path)["samples"] if there else []
-
-    found = multihost.from_primary_doing(context.is_primary, saved)
-    samples = np.array(found or [], np.float64)
-    with context.progress(settings.name, settings.num_probes, len(samples)) as progress:
-        counted = len(samples)
-
-        def on_probe(taken: np.ndarray):
-            nonlocal counted
-            progress.update(len(taken) - counted, f"mean {taken.mean():.4g}")
-            counted = len(taken)
-            context.step(
-                lambda: multihost.from_primary_doing(
-                    context.is_primary, lambda: records.write(path, {"samples": taken})
-                )
-            )
-
-        return hutchinson_trace(
+    return _resumed(
+        settings,
+        context,
+        HutchinsonState,
+        settings.num_probes,
+        lambda on_step, state: hutchinson_trace(
             product,
             context.params,
             key,
@@ -57,15 +40,17 @@ def hutchinson(settings: Any, context: Context, product: Product, key: jax.Array
             relative_error=settings.relative_error,
             confidence=settings.confidence,
             block_size=settings.block_size,
-            on_probe=on_probe,
-            samples=samples,
-        )
+            on_probe=on_step,
+            state=state,
+        ),
+        note=lambda state: f"mean {np.mean(state.samples):.4g}",
+    )
 
 
 def hutchpp(settings: Any, context: Context, product: Product, key: jax.Array):
     """Hutch++; what it saves is its subspace."""
     total = 2 * settings.sketch_size + settings.num_probes
-    return _with_subspace(
+    return _resumed(
         settings,
         context,
         HutchppState,
@@ -87,7 +72,7 @@ def hutchpp(settings: Any, context: Context, product: Product, key: jax.Array):
 
 def xtrace_estimate(settings: Any, context: Context, product: Product, key: jax.Array):
     """XTrace; what it saves is its subspace, the probes being drawn again."""
-    return _with_subspace(
+    return _resumed(
         settings,
         context,
         XtraceState,
@@ -106,18 +91,20 @@ def xtrace_estimate(settings: Any, context: Context, product: Product, key: jax.
     )
 
 
-def _with_subspace(settings, context, state_class, total, estimate) -> TraceEstimate:
+def _resumed(
+    settings, context, kind, total, estimate, note=lambda _: ""
+) -> TraceEstimate:
     saved = SavedState(context.state_path(settings.name), context.is_primary)
-    state = saved.restore(trees.zeros_like(context.params), state_class)
+    state = saved.restore(trees.zeros_like(context.params), kind)
     counted = 0 if state is None else state.num_products
     progress: Progress
     with context.progress(settings.name, total, counted) as progress:
 
         def on_step(state):
             nonlocal counted
-            progress.update(state.num_products - counted)
+            progress.update(state.num_products - counted, note(state))
             counted = state.num_products
-            context.step(lambda: saved.save(state, 0))
+            context.step(lambda: saved.save(state))
 
         return estimate(on_step=on_step, state=state)
 

@@ -1,7 +1,13 @@
 """Numbers that cannot be, and the sentence that says where they came from."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from t5x_fwdloss.curvature.vectors import trees
 
 
 class NonFiniteLossError(FloatingPointError):
@@ -38,3 +44,31 @@ def by_batch(
 ) -> Iterable[tuple[str, Mapping[str, float]]]:
     """The parts with the names of batches, in order."""
     return ((f"batch {number}", blocks) for number, blocks in enumerate(parts))
+
+
+def check_vector(name: str, total: Any, parts: Callable[[], Iterable[Any]]) -> None:
+    """Pass if every entry of a sum over batches is finite.
+
+    Args:
+        name: what was computed, as a noun phrase.
+        total: the sum.
+        parts: computes the batches' parts once more, in order; called where the sum is
+            not finite, to say where that happened.
+
+    Else `NonFiniteLossError` names the first batch and block that is not.
+    """
+    whole = largest_magnitudes(total)
+    if not all(map(math.isfinite, whole.values())):
+        check_finite(name, by_batch(map(largest_magnitudes, parts())))
+        check_finite(name, [("the sum over batches", whole)])
+
+
+def largest_magnitudes(vector: Any) -> dict[str, float]:
+    """The largest magnitude in each leaf by name; NaN or inf where a leaf has one."""
+    largest = jax.device_get(_largest_magnitudes(vector))
+    return dict(zip(trees.leaf_paths(vector), map(float, largest), strict=True))
+
+
+@jax.jit
+def _largest_magnitudes(vector):
+    return [jnp.max(jnp.abs(x), initial=0.0) for x in jax.tree.leaves(vector)]

@@ -29,17 +29,17 @@ from t5x_fwdloss.analysis.objective import (
     normalization,
     parameters,
 )
-from t5x_fwdloss.analysis.objective.finite import by_batch, check_finite
-from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
-from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
-from t5x_fwdloss.analysis.objective.programs import (
-    Programs,
-    all_finite,
-    largest_magnitudes,
+from t5x_fwdloss.analysis.objective.finite import (
+    by_batch,
+    check_finite,
+    check_vector,
 )
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
+from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
+from t5x_fwdloss.analysis.objective.programs import Programs
 from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
 from t5x_fwdloss.curvature.products.derivatives import directional_derivative, gradient
-from t5x_fwdloss.curvature.products.operators import stacked
+from t5x_fwdloss.curvature.products.linearized import summed
 from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
 from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
 from t5x_fwdloss.losses import LossSettings
@@ -300,7 +300,8 @@ class Objective:
             loss, _ = model.loss_fn(params, batch, key)
             return loss * normalizer, self._numerator(params, batch, key), normalizer
 
-        program = self._programs.scalars("the model's own loss", both, params)
+        layout = parameters.replicated(params)
+        program = self._programs.compiled("the model's own loss", both, layout)
         first = next(iter(self._pairs()))
         found = program(parameters.widened(params), *first)
         own, measured, normalizer = map(float, jax.device_get(found))
@@ -308,7 +309,15 @@ class Objective:
 
     def gradient(self, params: PyTree) -> PyTree:
         """The gradient, a tree like the parameters' floating-point leaves."""
-        return self._vector("the gradient", gradient(self.batch_loss), params)
+        layout = parameters.shardings(params)
+        program = self._programs.compiled(
+            "the gradient", gradient(self.batch_loss), layout
+        )
+        wide = parameters.widened(params)
+        parts = lambda: (program(wide, *pair) for pair in self._pairs())
+        total = summed(parts())
+        check_vector("the gradient", total, parts)
+        return total
 
     def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
         r"""The loss and its directional derivative $\langle \nabla L, v \rangle$.
@@ -326,72 +335,31 @@ class Objective:
         value, derivative = zip(*shares, strict=True)
         return math.fsum(value), math.fsum(derivative)
 
-    def hessian_product(self, params: PyTree, direction: PyTree) -> PyTree:
-        """The Hessian times a direction, forward over reverse."""
-        return self.matrix_product("hessian", params, direction)
-
-    def hessian_products(self, params: PyTree, directions: PyTree) -> PyTree:
-        """The Hessian times several directions, stacked in front, in one program."""
-        return self.matrix_products("hessian", params, directions)
-
-    def gauss_newton_product(self, params: PyTree, direction: PyTree) -> PyTree:
-        """The Gauss-Newton matrix times a direction; see `matrices`."""
-        return self.matrix_product("gauss_newton", params, direction)
-
-    def gauss_newton_products(self, params: PyTree, directions: PyTree) -> PyTree:
-        """The Gauss-Newton matrix times several directions stacked in front."""
-        return self.matrix_products("gauss_newton", params, directions)
-
-    def matrix_product(self, matrix: str, params: PyTree, direction: PyTree) -> PyTree:
-        """A matrix of `matrices` times a direction.
-
-        Args:
-            matrix: its name, such as 'hessian' or 'fisher'.
-            params: parameters.
-            direction: a vector like them.
-        """
-        product = self._matrix(matrix)
-        trees.check_like(direction, params, "direction")
-        name = f"the product with {matrices.WORDS[matrix]}"
-        return self._vector(name, product, params, direction)
-
-    def matrix_products(
-        self, matrix: str, params: PyTree, directions: PyTree
-    ) -> PyTree:
-        """A matrix of `matrices` times several directions, in one compiled program.
-
-        Args:
-            matrix: its name.
-            params: parameters.
-            directions: vectors like them, stacked in front.
-        """
-        product = self._matrix(matrix)
-        name = f"the products with {matrices.WORDS[matrix]}"
-        stack = int(np.shape(jax.tree.leaves(directions)[0])[0])
-        return self._vector(name, stacked(product), params, directions, stack=stack)
-
-    def linear_product(
+    def product(
         self,
         matrix: str,
         params: PyTree,
         memory_budget: int | None = None,
         *,
         fold: bool = True,
-    ) -> LinearProduct:
-        """A matrix at fixed parameters, to be multiplied by many vectors.
+    ) -> MatrixProduct:
+        """The product of a matrix at fixed parameters with vectors, one or many.
 
         Batch by batch, what does not depend on the vector is computed once and kept,
-        as far as memory allows.
+        as far as memory allows; this happens here.
 
         Args:
-            matrix: its name.
+            matrix: its name in `matrices.WORDS`, such as 'hessian' or 'fisher'.
             params: parameters.
-            memory_budget: bytes per device that may be kept; None: half of what is free.
+            memory_budget: bytes per device that may be kept; None: half of what is
+                free; 0: each product differentiates anew.
             fold: whether to rewrite the linear functions to read less memory; where
                 that fails, they are kept as JAX made them.
+
+        A matrix that the objective does not have raises `ValueError`.
         """
-        self._matrix(matrix)
-        return LinearProduct(
+        self.check_matrix(matrix)
+        return MatrixProduct(
             matrices.WORDS[matrix],
             self._linear_maps[matrix],
             parameters.widened(params),
@@ -399,7 +367,6 @@ class Objective:
             precision=self.precision,
             memory_budget=memory_budget,
             fold=fold,
-            blame=lambda v: self.matrix_product(matrix, params, v),
             is_semidefinite=lambda: self._is_semidefinite(matrix, params),
             rounding=lambda: self.tolerance(params),
         )
@@ -426,10 +393,11 @@ class Objective:
         return self._activation_dtype
 
     def check_matrix(self, matrix: str) -> None:
-        """Refuse a matrix that this objective does not have (`ValueError`)."""
-        self._matrix(matrix)
+        """Refuse a matrix that this objective does not have.
 
-    def _matrix(self, matrix):
+        Raises:
+            ValueError: names those there are, or says what is missing.
+        """
         if matrix not in matrices.WORDS:
             raise ValueError(
                 f"matrix must be one of {', '.join(matrices.WORDS)}: got {matrix!r}."
@@ -439,31 +407,16 @@ class Objective:
                 f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
                 "was built without outputs and loss_settings."
             )
-        return self._linear_maps[matrix].direct
 
     def _pairs(self):
         return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
 
     def _scalars(self, name, function, params, *directions):
-        program = self._programs.scalars(name, function, params)
+        layout = parameters.replicated(params)
+        program = self._programs.compiled(name, function, layout)
         params = parameters.widened(params)
         found = [
             in_flight.limited(number, program(params, *directions, *pair))
             for number, pair in enumerate(self._pairs())
         ]
         return jax.device_get(found)
-
-    def _vector(self, name, function, params, *directions, stack=None):
-        program = self._programs.sums(name, function, params, stack=stack)
-        params = parameters.widened(params)
-        total = self._programs.zeros(params, stack=stack)
-        for number, pair in enumerate(self._pairs()):
-            total = program(total, params, *directions, *pair)
-            in_flight.limited(number, total)
-        if not all_finite(total):
-            # Once more, batch by batch, to say where it happened.
-            zeros = lambda: self._programs.zeros(params, stack=stack)
-            parts = (program(zeros(), params, *directions, *p) for p in self._pairs())
-            check_finite(name, by_batch(map(largest_magnitudes, parts)))
-            check_finite(name, [("the sum over batches", largest_magnitudes(total))])
-        return total

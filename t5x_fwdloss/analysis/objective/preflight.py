@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.objective import forward_mode, parameters
 from t5x_fwdloss.analysis.objective.function import Objective
-from t5x_fwdloss.analysis.objective.linear_product import LinearProduct
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 # What keeps XLA from fusing products and sums of rows into kernels of YNNPACK.
@@ -115,7 +115,7 @@ def check_objective(
     """
     dtype = objective.activation_dtype(params)
     if product is None:
-        product = lambda v: objective.hessian_product(params, v)
+        product = objective.product("hessian", params, memory_budget=0)
     done = []
     for check in _checks(objective, params, key, dtype, product, forward):
         if not check.passed:
@@ -126,7 +126,7 @@ def check_objective(
 
 def check_stacked(
     matrix: str,
-    product: LinearProduct,
+    product: MatrixProduct,
     params: PyTree,
     key: jax.Array,
     *,

@@ -27,7 +27,7 @@ from t5x_fwdloss.analysis.numbers import (
 from t5x_fwdloss.analysis.store import files, identity, lock, multihost, records
 
 # Of what measurements save half-way: to be counted up when a state gets other members.
-FORMAT = 4
+FORMAT = 5
 _CHOOSE = "Choose another ANALYSIS_OUTPUT_DIR."
 
 

@@ -1,102 +1,110 @@
 """The saved state of a measurement: its vectors by orbax, the rest as one JSON file.
 
-A vector does not change within one generation (until a restart, or the next probe): it is
-written once. The JSON file is replaced last and names the vectors it belongs to, so a
-kill at any moment leaves the state before or the state after; vectors that it does not
-name are removed. Numbers in it are float64, written so that they read back the same.
+A vector does not change: it is written once, however often the state that holds it is
+saved. The JSON file is replaced last and names the vectors it belongs to, so a kill at
+any moment leaves the state before or the state after; vectors that it does not name are
+removed. Numbers in it are float64, written so that they read back the same.
 """
 
-import dataclasses
+import weakref
 from collections.abc import Container
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
+import jax
 from etils import epath
+from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.store import files, multihost, records, vector_store
 from t5x_fwdloss.analysis.store.checksum import checksum
+from t5x_fwdloss.curvature.vectors import packing
 
 State = TypeVar("State")
 
 
-@dataclasses.dataclass(frozen=True)
+class _Written(NamedTuple):
+    """A vector that is on the disk; known by the first of its arrays, not kept alive."""
+
+    leaf: weakref.ref
+    name: str
+    checksum: str
+
+
 class SavedState:
-    """Where the state of one measurement is kept.
+    """Where the state of one measurement is kept."""
 
-    Attributes:
-        path: the folder.
-        is_primary: whether this process writes the JSON file.
-    """
+    def __init__(self, path: epath.Path, is_primary: bool):
+        """Nothing is read or written yet.
 
-    path: epath.Path
-    is_primary: bool
-    _checksums: dict[str, str] = dataclasses.field(default_factory=dict, init=False)
+        Args:
+            path: the folder.
+            is_primary: whether this process writes the JSON file.
+        """
+        self.path, self.is_primary = path, is_primary
+        self._written: list[_Written] = []
+        self._count = 0
 
     @property
     def _index(self) -> epath.Path:
         return self.path / "state.json"
 
-    def save(self, state: Any, generation: int) -> None:
+    def save(self, state: Any) -> None:
         """Save the state; called by every process.
 
         Args:
-            state: a state of the curvature engine: `arrays()` and `metadata()`.
-            generation: changes whenever vectors do.
+            state: a state of the curvature engine, a dataclass as `packing` takes it.
         """
-        arrays, metadata = state.arrays(), state.metadata()
-        checksums = {}
-        for number, vector in enumerate(arrays.pop("vectors")):
-            name = f"vector_{generation}_{number}"
-            if name not in self._checksums:
-                vector_store.save(self.path / name, vector)
-                self._checksums[name] = checksum(vector)
-            checksums[name] = self._checksums[name]
-        for name in self._checksums.keys() - checksums.keys():
-            del self._checksums[name]
-        document = {"metadata": metadata, "arrays": arrays, "vectors": checksums}
+        numbers, vectors = packing.pack(state)
+        self._written = [self._write(vector) for vector in vectors]
+        named = [(written.name, written.checksum) for written in self._written]
+        document = {"state": numbers, "vectors": named}
 
         def write():
             records.write(self._index, document)
-            self._remove_all_but(checksums)
+            self._remove_all_but(dict(named))
 
         multihost.from_primary_doing(self.is_primary, write)
         multihost.wait("state saved")
 
-    def restore(self, like: Any, state_class: type[State]) -> State | None:
+    def _write(self, vector) -> _Written:
+        leaf = jax.tree.leaves(vector)[0]
+        for written in self._written:
+            if written.leaf() is leaf:
+                return written
+        name = f"vector_{self._count}"
+        self._count += 1
+        vector_store.save(self.path / name, vector)
+        return _Written(weakref.ref(leaf), name, checksum(vector))
+
+    def restore(self, like: PyTree, state_class: type[State]) -> State | None:
         """The saved state, with vectors laid out like `like`; None if there is none.
 
         Args:
             like: a vector.
-            state_class: the class of the state, with `from_saved`.
+            state_class: the class of the state.
         """
-        self._checksums.clear()
         found = multihost.from_primary_doing(self.is_primary, self._read)
         multihost.wait("state read")
         if found is None:
             return None
         vectors = [
-            self._vector(name, wanted, like)
-            for name, wanted in found["vectors"].items()
+            self._vector(name, wanted, like) for name, wanted in found["vectors"]
         ]
-        make: Any = state_class
         with files.reading(self._index):
-            # A null in JSON is a NaN, and becomes one again as a float.
-            arrays = {k: np.asarray(x, np.float64) for k, x in found["arrays"].items()}
-            return make.from_saved(
-                like, arrays | {"vectors": vectors}, found["metadata"]
-            )
+            return packing.unpack(state_class, found["state"], vectors, like)
 
     def _read(self) -> dict[str, Any] | None:
         with files.reading(self._index):
             saved = self._index.exists()
         found = records.read(self._index) if saved else None
         files.remove_parts(self.path)
-        self._remove_all_but(found["vectors"] if found else ())
+        self._remove_all_but(dict(found["vectors"]) if found else ())
         return found
 
     def _vector(self, name, wanted, like):
         vector = vector_store.checked(self.path / name, like, wanted)
-        self._checksums[name] = wanted
+        leaf = weakref.ref(jax.tree.leaves(vector)[0])
+        self._written.append(_Written(leaf, name, wanted))
+        self._count = max(self._count, int(name.removeprefix("vector_")) + 1)
         return vector
 
     def _remove_all_but(self, names: Container[str]) -> None:

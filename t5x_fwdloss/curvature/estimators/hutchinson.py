@@ -195,6 +195,22 @@ def probe_products(
     return list(pairs)[:count]
 
 
+@dataclasses.dataclass
+class HutchinsonState:
+    """Where a run stands, given to `on_probe` and taken back by `state`.
+
+    Attributes:
+      samples: The quadratic form at each probe.
+    """
+
+    samples: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_products(self) -> int:
+        """Products so far."""
+        return len(self.samples)
+
+
 def hutchinson_trace(
     matvec: trees.Matvec,
     params: PyTree,
@@ -205,8 +221,8 @@ def hutchinson_trace(
     relative_error: float | None = None,
     confidence: float = 0.95,
     block_size: int = 1,
-    on_probe: collections.abc.Callable[[np.ndarray], None] | None = None,
-    samples: np.ndarray | None = None,
+    on_probe: collections.abc.Callable[[HutchinsonState], None] | None = None,
+    state: HutchinsonState | None = None,
 ) -> TraceEstimate:
     """The trace of a square map on the float parameters.
 
@@ -224,15 +240,15 @@ def hutchinson_trace(
         part of the mean, from eight probes on.
       confidence: The level of the interval.
       block_size: Probes in one call of `matvec`.
-      on_probe: Called with all samples so far after each product, to be saved.
-      samples: Samples of an earlier run with the same key, to go on from there.
+      on_probe: Called with the state after each call of `matvec`, to be saved.
+      state: The state of an earlier run with the same key, to go on from there.
 
     Returns:
       The estimate; the samples are kept in it.
-
     """
     check_counts(num_probes, block_size, confidence)
-    taken = [] if samples is None else [float(sample) for sample in samples]
+    state = HutchinsonState() if state is None else state
+    taken = state.samples
 
     def summary():
         return summarize(
@@ -251,7 +267,7 @@ def hutchinson_trace(
             name = f"Hutchinson probe {first + number}"
             taken.append(checked_inner(probe, product, name))
         if on_probe is not None:
-            on_probe(np.array(taken))
+            on_probe(state)
     return summary()
 
 

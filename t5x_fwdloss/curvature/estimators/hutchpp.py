@@ -45,36 +45,6 @@ class HutchppState:
         """Products so far."""
         return self.num_sketched + len(self.exact) + len(self.samples)
 
-    def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved."""
-        numbers = {
-            name: np.array(getattr(self, name))
-            for name in ("exact", "samples", "squares")
-        }
-        return {"vectors": list(self.space.vectors), **numbers}
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds."""
-        return {"space": self.space.metadata(), "num_sketched": self.num_sketched}
-
-    @classmethod
-    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "HutchppState":
-        """The state that `arrays` and `metadata` were taken from, bit for bit.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The state.
-        """
-        space = basis.Basis.from_saved(like, arrays["vectors"], metadata["space"])
-        numbers = [
-            np.asarray(arrays[n]).tolist() for n in ("exact", "samples", "squares")
-        ]
-        return cls(space, metadata["num_sketched"], *numbers)
-
 
 def hutchpp_trace(
     matvec: trees.Matvec,
@@ -122,9 +92,7 @@ def hutchpp_trace(
         raise ValueError(f"sketch_size must be at least 1: got {sketch_size}.")
     sketch_size = min(sketch_size, trees.dimension(params))
     if state is None:
-        state = HutchppState(
-            basis.Basis(trees.zeros_like(params), on_host=basis_on_host)
-        )
+        state = HutchppState(basis.Basis(trees.zeros_like(params), basis_on_host))
     space = state.space
 
     def multiply(vectors, name):

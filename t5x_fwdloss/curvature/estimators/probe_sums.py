@@ -42,40 +42,13 @@ class ProbeState:
 
     leaf_samples: list[list[float]]
     square_norms: list[float]
-    mean: PyTree = None
-    spread: PyTree = None
+    mean: PyTree | None = None
+    spread: PyTree | None = None
 
-    def arrays(self) -> dict:
-        """The state as a pytree of arrays, to be saved before the next probe."""
-        return {
-            "vectors": [] if self.mean is None else [self.mean, self.spread],
-            "leaf_samples": np.array(self.leaf_samples),
-            "square_norms": np.array(self.square_norms),
-        }
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds: none."""
-        return {}
-
-    @classmethod
-    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "ProbeState":
-        """The state that `arrays` and `metadata` were taken from.
-
-        Args:
-          like: A vector; those in `arrays` are like it already.
-          arrays: As `arrays()` gave them.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The state.
-        """
-        del like, metadata
-        return cls(
-            np.asarray(arrays["leaf_samples"]).tolist(),
-            np.asarray(arrays["square_norms"]).tolist(),
-            # Copies: the running sums are updated in place.
-            *(jax.tree.map(jnp.array, vector) for vector in arrays["vectors"]),
-        )
+    @property
+    def num_products(self) -> int:
+        """Products so far."""
+        return len(self.square_norms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,48 +60,21 @@ class SlqState:
     Attributes:
       nodes: Nodes of the finished probes.
       weights: Their weights.
-      num_products: Products of the finished probes.
+      num_finished: Products of the finished probes.
       num_exhausted: As in `SpectralSamples`.
       space: The Krylov space of the probe under way, if any.
     """
 
     nodes: list[list[float]] = dataclasses.field(default_factory=list)
     weights: list[list[float]] = dataclasses.field(default_factory=list)
-    num_products: int = 0
+    num_finished: int = 0
     num_exhausted: int = 0
     space: Krylov | None = None
 
-    def arrays(self) -> dict:
-        """The arrays of the probe under way, to be saved."""
-        return self.space.arrays() if self.space is not None else {}
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds."""
-        return {
-            "nodes": self.nodes,
-            "weights": self.weights,
-            "num_products": self.num_products,
-            "num_exhausted": self.num_exhausted,
-            "space": self.space.metadata() if self.space is not None else None,
-        }
-
-    @classmethod
-    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "SlqState":
-        """The state that `arrays` and `metadata` were taken from, bit for bit.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The state.
-        """
-        rest = dict(metadata)
-        space = rest.pop("space")
-        if space is not None:
-            space = Krylov.from_saved(like, arrays, space)
-        return cls(**rest, space=space)
+    @property
+    def num_products(self) -> int:
+        """Products so far."""
+        return self.num_finished + (self.space.num_products if self.space else 0)
 
 
 def slq(
@@ -172,14 +145,14 @@ def slq(
         nodes, weights = quadrature(result)
         state.nodes.append(nodes.tolist())
         state.weights.append(weights.tolist())
-        state.num_products += len(nodes)
+        state.num_finished += len(nodes)
         state.num_exhausted += result.exhausted
         state.space = None
     return SpectralSamples(
         nodes=[np.array(nodes) for nodes in state.nodes],
         weights=[np.array(weights) for weights in state.weights],
         dimension=dimension,
-        num_products=state.num_products,
+        num_products=state.num_finished,
         num_exhausted=state.num_exhausted,
     )
 

@@ -25,11 +25,13 @@ References:
 """
 
 import collections.abc
+import dataclasses
+import functools
 import math
 
 import numpy as np
 import scipy.stats
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
 from t5x_fwdloss.curvature.estimators import hutchinson, sketches
 from t5x_fwdloss.curvature.krylov import basis
@@ -41,73 +43,49 @@ def draw_probe(params: PyTree, key: probes.Key, number: int) -> PyTree:
     return probes.random_like(probes.probe_key(key, number), params, "normal")
 
 
+_no_matrix = functools.partial(np.zeros, (0, 0))
+_no_numbers = functools.partial(np.zeros, 0)
+
+
+@dataclasses.dataclass
 class XtraceState:
     """The vectors and the small matrices, grown probe by probe: where a run stands.
 
-    The probes are not in what is saved: they are drawn again from the key.
+    The probes are not part of it: `draw_again` draws them from the key.
+
+    Attributes:
+      space: The basis Q.
+      r: Q^T A Omega.
+      w: Q^T Omega.
+      h: Q^T A Q.
+      quadratic: The quadratic form at each probe.
+      squares: The squared norm of each probe.
     """
 
-    def __init__(self, params: PyTree, on_host: bool = False):
-        """An empty state.
+    space: basis.Basis
+    r: Float[np.ndarray, "rank probes"] = dataclasses.field(default_factory=_no_matrix)
+    w: Float[np.ndarray, "rank probes"] = dataclasses.field(default_factory=_no_matrix)
+    h: Float[np.ndarray, "known known"] = dataclasses.field(default_factory=_no_matrix)
+    quadratic: Float[np.ndarray, " probes"] = dataclasses.field(
+        default_factory=_no_numbers
+    )
+    squares: Float[np.ndarray, " probes"] = dataclasses.field(
+        default_factory=_no_numbers
+    )
 
-        Args:
-          params: The parameters (or any vector), for shapes and shardings.
-          on_host: Whether the vectors are kept in pinned host memory.
-        """
-        like = trees.zeros_like(params)
-        self.epsilon = trees.epsilon(like)
-        self.space = basis.Basis(like, on_host=on_host)  # Q
-        self.omega = basis.Basis(like, on_host=on_host)
-        self.r = np.zeros((0, 0))  # Q^T A Omega
-        self.w = np.zeros((0, 0))  # Q^T Omega
-        self.h = np.zeros((0, 0))  # Q^T A Q
-        self.quadratic = np.zeros(0)  # omega_i A omega_i
-        self.squares = np.zeros(0)  # |omega_i|^2
-        self.num_saved = 0  # probes of a saved state
+    def __post_init__(self):
+        """No probe is drawn yet."""
+        self.epsilon = trees.epsilon(self.space.like)
+        self.omega = basis.Basis(self.space.like, self.space.on_host)
 
     @property
     def num_products(self) -> int:
         """Products so far."""
-        return max(self.omega.size, self.num_saved) + len(self.h)
-
-    def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved."""
-        numbers = {
-            name: getattr(self, name)
-            for name in ("r", "w", "h", "quadratic", "squares")
-        }
-        return {"vectors": list(self.space.vectors), **numbers}
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds."""
-        return {"space": self.space.metadata(), "num_probes": self.omega.size}
-
-    @classmethod
-    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "XtraceState":
-        """The state that `arrays` and `metadata` were taken from, bit for bit.
-
-        The probes are still to be drawn: `xtrace` does that.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The state.
-        """
-        state = cls(like, metadata["space"]["on_host"])
-        space = basis.Basis.from_saved(like, arrays["vectors"], metadata["space"])
-        state.space, state.num_saved = space, metadata["num_probes"]
-        shapes = {"r": (space.size, -1), "w": (space.size, -1)}
-        for name in ("r", "w", "h", "quadratic", "squares"):
-            saved = np.array(arrays[name], np.float64)
-            setattr(state, name, saved.reshape(shapes.get(name, saved.shape)))
-        return state
+        return len(self.quadratic) + len(self.h)
 
     def draw_again(self, params: PyTree, key: probes.Key) -> None:
         """Puts the probes of a saved state in their place."""
-        for number in range(self.omega.size, self.num_saved):
+        for number in range(self.omega.size, len(self.quadratic)):
             self.omega.append(draw_probe(params, key, number), 1.0)
 
     def add_probe(self, probe, product, name):
@@ -233,7 +211,9 @@ def xtrace(
         raise ValueError(f"num_probes must be at least 2 for XTrace: got {num_probes}.")
     total = trees.dimension(params)
     num_probes = min(num_probes, total + 1)
-    sketch = XtraceState(params, basis_on_host) if state is None else state
+    if state is None:
+        state = XtraceState(basis.Basis(trees.zeros_like(params), basis_on_host))
+    sketch = state
     sketch.draw_again(params, key)
 
     def summary():

@@ -6,6 +6,8 @@ would read, and write, `w` for each. A row that is appended keeps the memory it 
 computed in. Rows may live in host memory: then a few at a time visit the device.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,25 +23,29 @@ ROWS = 4
 ON_DEVICE = 2
 
 
+@dataclasses.dataclass
 class Basis:
     """Vectors that stay as they are once appended.
 
     Attributes:
-      vectors: The rows, trees like the parameters; an explicit state to be saved.
+      like: A vector that gives shapes, types and shardings; only these are kept.
       on_host: Whether all but the newest rows are kept in pinned host memory.
+      vectors: The rows, trees like the parameters.
     """
 
-    def __init__(self, like: PyTree, *, on_host: bool = False):
-        """An empty basis.
+    like: PyTree
+    on_host: bool = False
+    vectors: list[PyTree] = dataclasses.field(default_factory=list)
 
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          on_host: Whether all but the newest rows are kept in pinned host memory.
-        """
-        self.on_host = on_host
-        self.vectors: list[PyTree] = []
-        self._like = jax.eval_shape(lambda tree: tree, like)
-        self.shardings = tuple(map(shardings_lib.sharding_of, jax.tree.leaves(like)))
+    def __post_init__(self):
+        """Keeps no memory of `like`, and moves what belongs on the host there."""
+        self.like = shardings_lib.described(self.like)
+        self.shardings = tuple(
+            map(shardings_lib.sharding_of, jax.tree.leaves(self.like))
+        )
+        if self.on_host:
+            for old in range(self.size - ON_DEVICE):
+                self.vectors[old] = _move(self.vectors[old], "pinned_host")
 
     @property
     def size(self) -> int:
@@ -97,34 +103,19 @@ class Basis:
 
     def combination(self, coefficients: np.ndarray) -> PyTree:
         """The vector with the given coefficients, `[size]`."""
-        leaves, structure = jax.tree.flatten(self._like)
+        leaves, structure = jax.tree.flatten(self.like)
         avals = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
         zero = shardings_lib.zeros(structure, avals, self.shardings)
         return self.subtract(zero, -np.asarray(coefficients, np.float64))
 
     def rotated(self, rotation: np.ndarray) -> "Basis":
         """The basis of the columns of `rotation`, `[size, n]`; this one stays as it is."""
-        result = Basis(self._like, on_host=self.on_host)
-        result.shardings = self.shardings
+        result = Basis(self.like, on_host=self.on_host)
         for number, column in enumerate(rotation.T):
             (used,) = np.nonzero(column)
             kept = len(used) == 1 and column[used[0]] == 1.0
             new = self.row(int(used[0])) if kept else self.combination(column)
             result._add(in_flight.limited(number, new))
-        return result
-
-    def joined(self, other: "Basis", first: int, count: int) -> "Basis":
-        """The vectors of both bases: `first` of this, `count` of the other, the rest."""
-        result = Basis(self._like, on_host=self.on_host)
-        result.shardings = self.shardings
-        for basis, numbers in (
-            (self, range(first)),
-            (other, range(count)),
-            (self, range(first, self.size)),
-            (other, range(count, other.size)),
-        ):
-            for number in numbers:
-                result._add(basis.row(number))
         return result
 
     def gram(self) -> Float[np.ndarray, "size size"]:
@@ -138,21 +129,17 @@ class Basis:
         v: PyTree,
         previous: PyTree | None,
         coefficient: float,
-        overlap: float = 0.0,
     ) -> tuple[PyTree, Array, Array]:
         """Three-term recurrence: `w - c previous - <v, w> v`, that product, the norm.
 
         The memory of `w` is reused, unless `w` shares it with `v` or does not have the
-        types and shardings of the basis. `overlap` is what is left of a product of `v`
-        and `previous`.
+        types and shardings of the basis.
         """
         if previous is None:
             previous, coefficient = v, 0.0
         if self._needs_copy(w, v):
             w = row_ops.cast(w, v, shardings=self.shardings)
-        return row_ops.local_step(
-            w, v, previous, coefficient, overlap, shardings=self.shardings
-        )
+        return row_ops.local_step(w, v, previous, coefficient, shardings=self.shardings)
 
     def _needs_copy(self, w, v):
         triples = zip(
@@ -165,45 +152,6 @@ class Basis:
             and (sharding is None or one.sharding.is_equivalent_to(sharding, one.ndim))
             for one, other, sharding in triples
         )
-
-    def metadata(self) -> dict:
-        """What `from_saved` needs beside the vectors, plain numbers that JSON holds."""
-        return {"size": self.size, "on_host": self.on_host}
-
-    @classmethod
-    def from_saved(cls, like: PyTree, vectors: list[PyTree], metadata: dict) -> "Basis":
-        """The basis that `vectors` and `metadata` were taken from, bit for bit.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          vectors: The saved rows, arrays on any device or on the host.
-          metadata: As `metadata()` gave it.
-
-        Raises:
-          ValueError: The vectors are not those of a basis like this one.
-        """
-        found = cls(like, on_host=metadata["on_host"])
-        if len(vectors) != metadata["size"]:
-            raise ValueError(
-                f"A saved basis must have {metadata['size']} vectors: got {len(vectors)}."
-            )
-        for vector in vectors:
-            trees.check_like(vector, found._like, "saved vector")
-        found.vectors = [found._place(vector) for vector in vectors]
-        if found.on_host:
-            old = found.vectors[:-ON_DEVICE]
-            new = found.vectors[len(old) :]
-            found.vectors = [_move(vector, "pinned_host") for vector in old] + new
-        return found
-
-    def _place(self, vector):
-        leaves = [
-            jnp.asarray(leaf) if sharding is None else jax.device_put(leaf, sharding)
-            for leaf, sharding in zip(
-                jax.tree.leaves(vector), self.shardings, strict=True
-            )
-        ]
-        return jax.tree.unflatten(jax.tree.structure(self._like), leaves)
 
 
 def _move(vector, kind):

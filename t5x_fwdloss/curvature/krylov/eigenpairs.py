@@ -4,8 +4,8 @@ The Krylov space grows until the estimated residuals $\|A y - \theta y\|$ of all
 Ritz pairs are small enough: `tolerance` times that pair's own $|\theta|$, plus what
 rounding leaves whatever the steps (`rounding_level`, relative to the largest
 $|\theta|$). Then a fresh random vector looks in the complement of the space for copies of
-the values found, as far as these would move another place (`places`): one that is found
-is taken into the space, which grows on. At the end each pair costs one more product,
+the values found, as far as these would move another place (`places`): where one is found
+the space grows on from that vector, too. At the end each pair costs one more product,
 which gives its Rayleigh quotient and its true residual $r$. There is an eigenvalue within
 $r$ of the number reported, whatever happened before.
 """
@@ -17,12 +17,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature.krylov import places, ritz
+from t5x_fwdloss.curvature.krylov.basis import Basis
+from t5x_fwdloss.curvature.krylov.chain import Chain
 from t5x_fwdloss.curvature.krylov.eigenpairs_state import (
     EigenpairsResult,
     EigenpairsState,
 )
 from t5x_fwdloss.curvature.krylov.places import End
-from t5x_fwdloss.curvature.krylov.space import BREAKDOWN, Krylov, rounding_level
+from t5x_fwdloss.curvature.krylov.space import Krylov, rounding_level
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 # The part of the steps after which an end that is converged is settled on its own.
@@ -54,7 +56,7 @@ class _Wanted:
 
     def level(self, space: Krylov) -> float:
         """The residual that rounding leaves, relative to the largest value."""
-        epsilon = trees.epsilon(space.basis.row(0))
+        epsilon = trees.epsilon(space.basis.like)
         return rounding_level(epsilon, space.num_products, self.rounding)
 
     def places(self, space: Krylov) -> dict[End, places.Places]:
@@ -107,7 +109,7 @@ def eigenpairs(
         which to stop, relative to the largest magnitude, where it is larger than what
         the type of the vectors makes of it.
       max_basis: Largest number of vectors held; beyond it the space is restarted with
-        the best Ritz vectors. None: never restarted.
+        the best Ritz vectors. None: three for each pair and ten more.
       dimension: The dimension of the space on which `matvec` acts, where it is smaller
         than the number of parameters (a parameter group).
       basis_on_host: Whether the basis is kept in pinned host memory.
@@ -125,11 +127,13 @@ def eigenpairs(
     starts = start if isinstance(start, list) else [start]
     like = starts[0]
     total = trees.dimension(like) if dimension is None else dimension
+    if max_basis is None:
+        max_basis = default_basis(num_largest + num_smallest, len(starts))
     _check(num_largest, num_smallest, max_steps, tolerance, max_basis, len(starts))
     if not rounding >= 0:
         raise ValueError(f"rounding must be at least 0: got {rounding}.")
     if state is None:
-        space = Krylov(like, basis_on_host=basis_on_host)
+        space = Krylov(Basis(like, basis_on_host))
         added = [space.add_start(vector) for vector in starts[:total]]
         if not any(added):
             raise ValueError("The start vector must not be zero.")
@@ -143,7 +147,7 @@ def eigenpairs(
         if on_step is not None:
             on_step(state)
     if state.chain is not None:
-        state.end_chain(join=False)
+        state.end_chain()
     return _finish(matvec, state, wanted)
 
 
@@ -155,7 +159,7 @@ class _Search:
     wanted: _Wanted
     state: EigenpairsState
     fresh: collections.abc.Callable[[int], PyTree]
-    max_basis: int | None
+    max_basis: int
     max_steps: int
 
     def step(self) -> bool:
@@ -163,11 +167,15 @@ class _Search:
         state, wanted = self.state, self.wanted
         if state.space.num_expanded >= wanted.total:
             return False
-        enough = state.space.num_expanded >= min(wanted.count, wanted.total)
+        enough = state.space.num_expanded >= min(wanted.count, wanted.total) and (
+            state.num_products >= state.grow_until or state.chain is not None
+        )
         found: dict[End, places.Places] = {}
         if enough:
             found = wanted.places(state.space)
-        converged: list[End] = [end for end in found if self._converged(found[end])]
+        converged: list[End] = [
+            end for end in found if self._converged(found[end], state.missing[end])
+        ]
         unsettled = {
             end: found[end]
             for end in converged
@@ -176,7 +184,9 @@ class _Search:
         # Both ends in one chain, unless steps run short for an end that is converged.
         ready = len(converged) == len(found) or self._late
         if state.chain is None and unsettled and ready and not state.crowded:
-            self._start_chain(unsettled)
+            state.chain = Chain.start(state.space, *self._draw())
+            if state.chain is None:  # the space is the whole one
+                self._note_checked(unsettled)
         if state.chain is not None:
             self._look(state.chain, unsettled)
             return True
@@ -188,67 +198,61 @@ class _Search:
     def _late(self):
         return self.state.num_products >= LATE * self.max_steps
 
-    def _converged(self, found):
+    def _converged(self, found, missing):
         # A zero scale tells nothing of a matrix before the space is invariant.
         known = found.allowed.max() > 0.0 or self.state.space.exhausted
-        return found.converged and known
+        value, number = missing
+        return found.converged and known and found.number_beyond(value) >= number
 
     def _grow(self):
         space = self.state.space
-        if space.exhausted and not space.add_start(self._draw()):
+        if space.exhausted and not space.add_start(self._draw()[0]):
             return False
-        if self.max_basis is not None and space.basis.size >= self.max_basis:
-            self._restart(self.max_basis)
+        if space.basis.size >= self.max_basis:
+            self._restart()
         space.expand(self.matvec)
         return True
 
     def _draw(self):
+        """A fresh vector and its number."""
+        number = self.state.num_fresh
         self.state.num_fresh += 1
-        return self.fresh(self.state.num_fresh - 1)
-
-    def _start_chain(self, unsettled):
-        """A fresh vector of the complement, if there is one and room for its space."""
-        state, space = self.state, self.state.space
-        if self.max_basis is not None:
-            if space.basis.size > self.max_basis // 2:
-                self._restart(self.max_basis)
-            waiting = space.basis.size - space.num_expanded
-            # A chain of two, and what a restart needs if its vectors are taken in.
-            least = max(space.basis.size + 2, self.wanted.count + waiting + 3)
-            state.crowded = least > self.max_basis
-            if state.crowded:
-                return
-        rest, _, before, after = space.cleared(self._draw(), "fresh vector")
-        chain = Krylov(space.basis.row(0), basis_on_host=space.basis.on_host)
-        if after > BREAKDOWN * trees.epsilon(rest) * before:
-            chain.add_start(rest)
-            state.chain = chain
-        else:  # the space is the whole one
-            self._note_checked(unsettled)
+        return self.fresh(number), number
 
     def _look(self, chain, unsettled):
         """One step of the chain, and what follows from it."""
         state = self.state
-        chain.expand(self._complement_product)
-        values, _, _ = ritz.pairs(chain)
+        chain.step(state.space, self.matvec, f"Lanczos step {state.num_products + 1}")
+        values = chain.values()
         outermost = {"largest": values[-1], "smallest": values[0]}
-        if any(x.changed_by(outermost[end]) for end, x in unsettled.items()):
-            state.end_chain(join=True)
+        moved = [end for end, x in unsettled.items() if x.changed_by(outermost[end])]
+        if moved:
+            state.end_chain()
+            for end in moved:
+                value = float(outermost[end])
+                number = unsettled[end].number_beyond(value) + 1.0
+                state.missing[end] = [value, number]
+            self._take_in(chain)
         elif all(self._unlikely(chain, x) for x in unsettled.values()):
+            state.end_chain()
             self._note_checked(unsettled)
-            state.end_chain(join=False)
-        elif self.max_basis is not None:
-            size = state.space.basis.size + chain.basis.size
-            state.crowded = size >= self.max_basis
-            if state.crowded:
-                state.end_chain(join=False)
+            # A copy that rounding has let into the space is not in its complement. It
+            # grows in the space as it would have done in the chain.
+            waiting = state.space.basis.size - state.space.num_expanded
+            steps = max(
+                places.steps_to_show(chain, value)
+                for x in unsettled.values()
+                for value in x.at_stake
+            )
+            state.grow_until = state.num_products + waiting * steps
 
-    def _complement_product(self, v):
-        space = self.state.space
-        name = f"Lanczos step {self.state.num_products + 1}"
-        rest, coefficients, _, _ = space.cleared(self.matvec(v), name)
-        self.state.couplings.append(coefficients[space.num_expanded :].tolist())
-        return rest
+    def _take_in(self, chain):
+        """Lets the space grow from the chain's start vector, too, to show the copy."""
+        state, space = self.state, self.state.space
+        waiting = space.basis.size - space.num_expanded + 1
+        state.crowded = waiting + self.wanted.count + 1 > self.max_basis
+        if not state.crowded:
+            space.add_start(self.fresh(chain.number))
 
     def _unlikely(self, chain, found):
         dimension = self.wanted.total - self.state.space.basis.size
@@ -262,9 +266,9 @@ class _Search:
         for end, found in unsettled.items():
             self.state.checked[end] = float(found.at_stake[-1])
 
-    def _restart(self, max_basis):
+    def _restart(self):
         """Keeps the wanted Ritz vectors and, to converge faster, some more of each end."""
-        space, wanted = self.state.space, self.wanted
+        space, wanted, max_basis = self.state.space, self.wanted, self.max_basis
         values, vectors, _ = ritz.pairs(space)
         j = space.num_expanded
         waiting = space.basis.size - j
@@ -276,6 +280,11 @@ class _Search:
         columns = [*range(kept - top), *range(j - top, j)]
         ritz.restart(space, values[columns], vectors[:, columns])
         self.state.num_restarts += 1
+
+
+def default_basis(num_pairs: int, num_starts: int) -> int:
+    """The `max_basis` where none is given: it grows with the pairs, not the steps."""
+    return max(3 * num_pairs + 10, smallest_basis(num_pairs, num_starts))
 
 
 def smallest_basis(num_pairs: int, num_starts: int) -> int:
@@ -294,7 +303,7 @@ def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_start
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance must lie between 0 and 1: got {tolerance}.")
     least = smallest_basis(num_largest + num_smallest, num_starts)
-    if max_basis is not None and max_basis < least:
+    if max_basis < least:
         raise ValueError(
             f"max_basis must be at least {least} for {num_largest} + {num_smallest} "
             f"pairs and {num_starts} start vectors: got {max_basis}."

@@ -12,7 +12,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Float, PyTree
 
-from t5x_fwdloss.curvature.krylov import basis
+from t5x_fwdloss.curvature.krylov.basis import Basis
 from t5x_fwdloss.curvature.krylov.space import Krylov
 from t5x_fwdloss.curvature.vectors import trees
 
@@ -33,7 +33,7 @@ class LanczosResult:
 
     alphas: Float[np.ndarray, " k"]
     betas: Float[np.ndarray, " k"]
-    basis: basis.Basis
+    basis: Basis
     exhausted: bool
     start_norm: float
 
@@ -71,7 +71,7 @@ def lanczos(
         raise ValueError(f"num_steps must be at least 1: got {num_steps}.")
     start_norm = float(trees.norm(start))
     if space is None:
-        space = Krylov(start, basis_on_host=basis_on_host)
+        space = Krylov(Basis(start, basis_on_host))
         if not space.add_start(start):
             raise ValueError("The start vector must not be zero.")
     limit = min(num_steps, trees.dimension(start))

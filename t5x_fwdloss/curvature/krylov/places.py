@@ -15,17 +15,17 @@ p_k(\lambda) \langle q_0, u \rangle$, where
 $$ p_0 = 1, \quad
    \beta_k p_{k+1}(\lambda) = (\lambda - \alpha_k) p_k(\lambda) - \beta_{k-1} p_{k-1}. $$
 
-Their squares add up to at most one, hence $\langle q_0, u \rangle^2 \le 1 / \sum_k
-p_k(\lambda)^2$ (the Christoffel function), which falls geometrically where $\lambda$ lies
-outside of the values of the complement. But $\langle q_0, u \rangle^2$ of a normal $f$ in
-$d$ dimensions is Beta(1/2, (d - 1)/2), and below $x$ with a chance of at most
-$\sqrt{2 d x / \pi}$. So the chance that a copy exists and was not seen falls below any
-level in a few products, or a value of the complement moves beyond the last place: then a
-copy was found.
+None is larger than one, hence $\langle q_0, u \rangle^2 \le 1 / \max_k p_k(\lambda)^2$,
+which falls geometrically where $\lambda$ lies outside of the values of the complement.
+(Rounding adds to $\langle q_k, u \rangle$ what it made of earlier vectors, grown by the
+same recurrence: less than $\langle q_0, u \rangle$ gives it by the ratio of the unit of
+rounding to that.) But $\langle q_0, u \rangle^2$ of a normal $f$ in $d$ dimensions is
+Beta(1/2, (d - 1)/2), and below $x$ with a chance of at most $\sqrt{2 d x / \pi}$. So the
+chance that a copy exists and was not seen falls below any level in a few products, or a
+value of the complement moves beyond the last place: then a copy was found.
 
 References:
   Parlett 1998, The Symmetric Eigenvalue Problem, section 13.10 (multiplicities).
-  Szego 1975, Orthogonal Polynomials, section 3.1 (Christoffel numbers).
   Kuczynski, Wozniakowski 1992, on what Lanczos from a random start may miss.
 """
 
@@ -36,14 +36,16 @@ import typing
 import numpy as np
 from jaxtyping import Float
 
-from t5x_fwdloss.curvature.krylov.space import Krylov
+from t5x_fwdloss.curvature.krylov.chain import Chain
 
 End = typing.Literal["largest", "smallest"]
 SIGNS: dict[End, float] = {"largest": 1.0, "smallest": -1.0}
 # The chance, for each end, at which a copy may be overlooked.
 OVERLOOKED = 0.01
-# Above this a sum of squares is certain to suffice, and would only overflow.
-LARGE = 1e100
+# A part of a copy as small as this hardly moves its value in the complement.
+HIDDEN = 0.01
+# Above this a growth is certain to suffice, and would only overflow.
+LARGE = 1e50
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,10 @@ class Places:
         inside = self.sign * (checked - values)
         return bool((inside <= self.allowed.max()).all())
 
+    def number_beyond(self, value: float) -> int:
+        """How many of the values are at least as far out as another, up to rounding."""
+        return int((self.sign * (self.values - value) >= -self.allowed).sum())
+
     def changed_by(self, value: float) -> bool:
         """Whether another eigenvalue, at `value` or further out, moves the last place."""
         return bool(self.sign * (value - self.values[-1]) > self.allowed[-1])
@@ -112,27 +118,47 @@ def allowed_residuals(
     return tolerance * np.abs(values) + level * np.abs(values).max(initial=0.0)
 
 
-def chance_overlooked(chain: Krylov, value: float, dimension: int) -> float:
+def growth(chain: Chain, value: float) -> Float[np.ndarray, " k"]:
+    r"""How much larger the part of a copy is in each vector of a chain than at its start.
+
+    Args:
+      chain: Lanczos in the complement.
+      value: The eigenvalue, $\lambda$.
+
+    Returns:
+      $|p_0(\lambda)|, |p_1(\lambda)|, \dots$, ended by infinity where the chain is
+      invariant and does not hold the value, or where it would overflow.
+    """
+    found, last, before, coupling = [1.0], 1.0, 0.0, 0.0
+    for alpha, beta in zip(chain.alphas, chain.betas, strict=True):
+        if beta == 0.0 or abs(last) > LARGE:
+            return np.array([*found, math.inf])
+        new = ((value - alpha) * last - coupling * before) / beta
+        before, last, coupling = last, new, beta
+        found.append(abs(new))
+    return np.array(found)
+
+
+def chance_overlooked(chain: Chain, value: float, dimension: int) -> float:
     """The chance that a copy of an eigenvalue exists in the complement and is not seen.
 
     Args:
-      chain: The Krylov space of the complement, grown from one normal vector.
+      chain: Lanczos in the complement, from one normal vector.
       value: The eigenvalue.
       dimension: The dimension of the complement.
 
     Returns:
-      An upper bound; zero where the chain is invariant and does not hold the value.
+      An upper bound.
     """
-    alphas = np.diag(chain.projected)[: chain.num_expanded]
-    betas = np.diag(chain.projected, -1)[: chain.num_expanded]
-    total = last = 1.0
-    before = coupling = 0.0
-    for alpha, beta in zip(alphas, [*betas, 0.0], strict=False):
-        if beta == 0.0:
-            return 0.0
-        new = ((value - alpha) * last - coupling * before) / beta
-        before, last, coupling = last, new, beta
-        total += new * new
-        if total > LARGE:
-            return 0.0
-    return float(min(1.0, math.sqrt(2 * dimension / (math.pi * total))))
+    largest = growth(chain, value).max()
+    return float(min(1.0, math.sqrt(2 * dimension / math.pi) / largest))
+
+
+def steps_to_show(chain: Chain, value: float) -> int:
+    """Steps after which a copy shows of which the space holds the part `HIDDEN`.
+
+    Args:
+      chain: Lanczos in the complement, which ruled out a copy there.
+      value: The eigenvalue.
+    """
+    return int(np.argmax(growth(chain, value) >= 1 / HIDDEN))

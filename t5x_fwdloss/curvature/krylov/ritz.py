@@ -1,17 +1,10 @@
-r"""Ritz pairs of a Krylov space, and the restart that keeps some of them.
-
-$T$ is the projection of $A$ on the *orthonormalized* basis $V R^{-1}$, $V^T V = R^T R$, to
-rounding (Simon), although overlaps up to the bound of `space` are left in $V$. Vectors
-are therefore combined from that basis, by the estimated Gram matrix: so they are
-orthonormal, which combinations of $V$ itself would not be.
+"""Ritz pairs of a Krylov space, and the restart that keeps some of them.
 
 References:
-  Simon 1984, Analysis of the symmetric Lanczos algorithm with reorthogonalization.
   Wu, Simon 2000, Thick-restart Lanczos method for large symmetric eigenproblems.
 """
 
 import numpy as np
-import scipy.linalg
 from jaxtyping import Float, PyTree
 
 from t5x_fwdloss.curvature.krylov.space import Krylov
@@ -26,8 +19,8 @@ def pairs(space: Krylov) -> tuple[Vector, Float[np.ndarray, "j k"], Vector]:
       space: The Krylov space.
 
     Returns:
-      Ritz values (ascending), their vectors' coefficients in the orthonormalized basis
-      by column, and estimates of their residual norms.
+      Ritz values (ascending), their vectors' coefficients in the basis, by column, and
+      estimates of their residual norms.
     """
     j = space.num_expanded
     values, vectors = np.linalg.eigh(space.projected[:j, :j])
@@ -36,9 +29,9 @@ def pairs(space: Krylov) -> tuple[Vector, Float[np.ndarray, "j k"], Vector]:
 
 
 def vector(space: Krylov, coefficients: Vector) -> PyTree:
-    """The vector with the given coefficients in the orthonormalized basis."""
+    """The vector with the given coefficients in the basis."""
     padded = np.zeros(space.basis.size)
-    padded[: space.num_expanded] = _in_basis(space, coefficients)
+    padded[: space.num_expanded] = coefficients
     return space.basis.combination(padded)
 
 
@@ -53,20 +46,12 @@ def restart(space: Krylov, values: Vector, vectors: Float[np.ndarray, "j k"]) ->
     j, size, kept = space.num_expanded, space.basis.size, len(values)
     left = kept + size - j
     rotation = np.zeros((size, left))
-    rotation[:j, :kept] = _in_basis(space, vectors)
+    rotation[:j, :kept] = vectors
     rotation[j:, kept:] = np.eye(size - j)
     projected = np.zeros((left, left))
     projected[np.arange(kept), np.arange(kept)] = values
     projected[kept:, :kept] = space.projected[j:, :j] @ vectors
     projected[:kept, kept:] = projected[kept:, :kept].T
     space.basis = space.basis.rotated(rotation)
-    space.orthogonality.rotate(rotation)
     space.projected = projected
     space.num_expanded = kept
-
-
-def _in_basis(space, coefficients):
-    """Coefficients in the basis of vectors given in the orthonormalized one."""
-    j = space.num_expanded
-    factor = np.linalg.cholesky(space.orthogonality.gram[:j, :j])
-    return scipy.linalg.solve_triangular(factor.T, coefficients)

@@ -36,13 +36,12 @@ def subtract(w, rows, c, *, shardings):
 
 
 @functools.partial(jax.jit, static_argnames="shardings", donate_argnames="w")
-def local_step(w, v, previous, coefficient, overlap, *, shardings):
+def local_step(w, v, previous, coefficient, *, shardings):
     """The three-term recurrence `w - c previous - <v, w> v`, `<v, w>` and the new norm.
 
-    Reuses the memory of `w`. `overlap` is the rest of a product of `v` and `previous`: it
-    is rounding, but it would enter `<v, w>` multiplied by `c`.
+    Reuses the memory of `w`.
     """
-    alpha = trees.inner(v, w) - coefficient * overlap
+    alpha = trees.inner(v, w)
 
     def one(w, v, previous):
         c, a = jnp.asarray(coefficient, w.dtype), alpha.astype(w.dtype)

@@ -7,34 +7,32 @@ couple to those still to be expanded. One start vector gives Lanczos, several gi
 Lanczos (each may be deflated on its own), and after a thick restart $T$ has Ritz values
 on its diagonal: one step serves all three.
 
-A step subtracts the couplings that symmetry already tells. Then the overlap with the whole
-basis is predicted (`orthogonality`), and measured where the prediction does not rule out
-that it is above the bound. What is above is subtracted, and once more where that shrank
-the norm below $1/\sqrt 2$ ("twice is enough"). Overlaps below $\sqrt\epsilon$ would
-already leave $T$ correct to rounding (Simon); the bound here, $\epsilon^{2/3}$, keeps the
-basis orthogonal to about 2e-5 in float32. $T$ is float64 on the host; vectors stay on the
-devices.
+A step is that of the three-term recurrence; then the overlaps with the whole basis, read
+as one block, are subtracted, and once more where that shrank the norm below $1/\sqrt 2$
+("twice is enough"). So the basis stays orthogonal to a few units of rounding.
+Its size is bounded by thick restart (`eigenpairs`). $T$ is float64 on the host; vectors
+stay on the devices.
 
 References:
   Parlett 1998, The Symmetric Eigenvalue Problem, sections 6.9 and 13.
-  Simon 1984, Analysis of the symmetric Lanczos algorithm with reorthogonalization.
   Daniel, Gragg, Kaufman, Stewart 1976, Reorthogonalization and stable algorithms.
   Bai et al. 2000, Templates for Eigenvalue Problems, section 4.6 (band Lanczos).
 """
 
+import dataclasses
 import math
 
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Float, PyTree
 
-from t5x_fwdloss.curvature.krylov import basis, orthogonality
+from t5x_fwdloss.curvature.krylov import basis as basis_lib
 from t5x_fwdloss.curvature.vectors import trees
 
 # A remainder of this many units of rounding, relative to the norm of T, is noise.
 BREAKDOWN = 10.0
 SQRT_HALF = math.sqrt(0.5)
-# The power of epsilon at which an overlap with the basis is subtracted.
-OVERLAP_POWER = 2 / 3
+# What a second pass shrinks this much, too, lies in the space up to rounding.
+IN_SPACE = 0.1
 
 
 def rounding_level(epsilon: float, num_steps: int, rounding: float = 0.0) -> float:
@@ -59,79 +57,27 @@ def rounding_level(epsilon: float, num_steps: int, rounding: float = 0.0) -> flo
     return max(BREAKDOWN * epsilon * math.sqrt(num_steps), rounding)
 
 
+@dataclasses.dataclass
 class Krylov:
-    """A growing Krylov space: the basis, the projected matrix, and counters.
+    """A growing Krylov space: the basis, the projected matrix, and a counter.
 
     Attributes:
       basis: The orthonormal vectors.
       projected: $T$, float64 `[n, n]`; column $i$ is known once $v_i$ is expanded.
       num_expanded: $j$.
       num_products: Products with $A$ so far.
-      num_passes: Steps that needed one, and two, passes of Gram-Schmidt.
-      num_measured: Steps that measured their overlaps.
     """
 
-    def __init__(self, like: PyTree, *, basis_on_host: bool = False):
-        """An empty space.
+    basis: basis_lib.Basis
+    projected: Float[np.ndarray, "n n"] = dataclasses.field(
+        default_factory=lambda: np.zeros((0, 0))
+    )
+    num_expanded: int = 0
+    num_products: int = 0
 
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          basis_on_host: Whether all but the newest vectors are kept in pinned host
-            memory.
-        """
-        self.basis = basis.Basis(like, on_host=basis_on_host)
-        self.projected = np.zeros((0, 0))
-        self.num_expanded = 0
-        self.num_products = 0
-        self.num_passes = [0, 0]
-        self.num_measured = 0
-        self.orthogonality = orthogonality.Orthogonality()
-        self._eps = trees.epsilon(like)
-        self._overlap_bound = self._eps**OVERLAP_POWER
-        self._tiny = float(np.finfo(np.float64).tiny)
-
-    def arrays(self) -> dict:
-        """The state's arrays, a pytree to be saved (orbax takes it as it is)."""
-        return {
-            "vectors": list(self.basis.vectors),
-            "projected": self.projected.copy(),
-            "gram": self.orthogonality.gram,
-        }
-
-    def metadata(self) -> dict:
-        """The rest of the state, plain numbers that JSON holds."""
-        return {
-            **self.basis.metadata(),
-            "num_expanded": self.num_expanded,
-            "num_products": self.num_products,
-            "num_passes": list(self.num_passes),
-            "num_measured": self.num_measured,
-            "orthogonality": self.orthogonality.metadata(),
-        }
-
-    @classmethod
-    def from_saved(cls, like: PyTree, arrays: dict, metadata: dict) -> "Krylov":
-        """The space that `arrays` and `metadata` were taken from, bit for bit.
-
-        Args:
-          like: A vector that gives shapes, types and shardings.
-          arrays: As `arrays()` gave them; vectors are put in the shardings of `like`.
-          metadata: As `metadata()` gave it.
-
-        Returns:
-          The space.
-        """
-        space = cls(like)
-        space.basis = basis.Basis.from_saved(like, arrays["vectors"], metadata)
-        space.projected = np.array(arrays["projected"], np.float64)
-        space.num_expanded = metadata["num_expanded"]
-        space.num_products = metadata["num_products"]
-        space.num_passes = list(metadata["num_passes"])
-        space.num_measured = metadata["num_measured"]
-        space.orthogonality = orthogonality.Orthogonality.from_saved(
-            arrays["gram"], metadata["orthogonality"]
-        )
-        return space
+    @property
+    def _eps(self) -> float:
+        return trees.epsilon(self.basis.like)
 
     @property
     def exhausted(self) -> bool:
@@ -159,7 +105,7 @@ class Krylov:
         rest, _, before, after = self.cleared(vector, name)
         if after <= BREAKDOWN * self._eps * before:
             return False
-        self._append(rest, after, np.zeros(self.basis.size))
+        self._append(rest, after)
         return True
 
     def cleared(
@@ -178,49 +124,13 @@ class Krylov:
           rest.
         """
         before = trees.finite_norm(vector, name)
-        # A copy, because Gram-Schmidt may reuse the memory of its argument.
-        rest, after = trees.scale(1.0, vector), before
-        coefficients = np.zeros(self.basis.size)
-        for _ in range(3 if self.basis.size else 0):
-            last, overlaps = after, self.basis.coefficients(rest)
-            rest = self.basis.subtract(rest, overlaps)
-            coefficients += overlaps
-            after = trees.finite_norm(rest, name)
-            if after >= SQRT_HALF * last:
-                break
+        # A copy, because Gram-Schmidt reuses the memory of its argument.
+        rest, coefficients, after = self._orthogonalized(
+            trees.scale(1.0, vector), before, name
+        )
         return rest, coefficients, before, after
 
-    def join(self, other: "Krylov", couplings: np.ndarray) -> None:
-        r"""Takes in the space of the complement's map $P A P$, orthogonal to this one.
-
-        $A$ takes the expanded vectors here into the span of this basis, so that their
-        couplings to the other space are zero; the vectors waiting here are coupled to
-        the expanded ones there. All of these are then expanded, with all of $T$ known.
-
-        Args:
-          other: The space, whose vectors are orthogonal to this basis.
-          couplings: $\langle v, A q \rangle$ for the waiting vectors $v$ here, by column,
-            and the expanded vectors $q$ there, by row.
-        """
-        j, k = self.num_expanded, other.num_expanded
-        mine, theirs = np.arange(self.basis.size), np.arange(other.basis.size)
-        mine, theirs = mine + k * (mine >= j), theirs + j
-        theirs[k:] += self.basis.size - j
-        size = len(mine) + len(theirs)
-        projected, gram = np.zeros((size, size)), np.eye(size)
-        for space, places in ((self, mine), (other, theirs)):
-            projected[np.ix_(places, places)] = space.projected
-            gram[np.ix_(places, places)] = space.orthogonality.gram
-        projected[np.ix_(mine[j:], theirs[:k])] = couplings.T
-        projected[np.ix_(theirs[:k], mine[j:])] = couplings
-        self.basis = self.basis.joined(other.basis, j, k)
-        self.projected, self.orthogonality.gram = projected, gram
-        self.orthogonality.restarted = True
-        self.num_expanded += k
-        self.num_products += other.num_products
-
-    def _append(self, w, length, overlaps, uncertainty=0.0):
-        self.orthogonality.append(overlaps, uncertainty)
+    def _append(self, w, length):
         self.basis.append(w, 1.0 / length, donate=True)
         size = self.basis.size
         grown = np.zeros((size, size))
@@ -243,72 +153,40 @@ class Krylov:
         w = matvec(v)
         self.num_products += 1
 
-        # Couplings to expanded vectors are known from the symmetry of T.
-        known = [int(i) for i in np.flatnonzero(self.projected[j, :j])]
-        if len(known) > 8:
-            known = known[-1:]  # after a restart: leave them to the full passes
-        for i in known[:-1]:
-            w = trees.axpy(-self.projected[j, i], self.basis.row(i), w)
-        previous, coefficient, overlap = None, 0.0, 0.0
-        if known:
-            previous = self.basis.row(known[-1])
+        # The coupling to the vector before is known from the symmetry of T. What there
+        # is more of them, in a band or after a restart, is left to the passes.
+        known, previous, coefficient = np.flatnonzero(self.projected[j, :j]), None, 0.0
+        if len(known):
+            previous = self.basis.row(int(known[-1]))
             coefficient = float(self.projected[j, known[-1]])
-            overlap = float(self.orthogonality.gram[j, known[-1]])
-        w, alpha, length = self.basis.local_step(w, v, previous, coefficient, overlap)
-        after = trees.checked_norm(length, w, name)
-        column = np.zeros(size)
-        column[j] = float(alpha)
-
-        w, after, overlaps = self._reorthogonalized(w, after, column, name)
+        w, alpha, length = self.basis.local_step(w, v, previous, coefficient)
+        before = trees.checked_norm(length, w, name)
+        w, column, after = self._orthogonalized(w, before, name)
+        column[j] += float(alpha)
         self._store(column)
 
         if after <= BREAKDOWN * self._eps * self.scale():
             return 0.0
-        self._append(w, after, *overlaps)
+        self._append(w, after)
         self.projected[size, j] = self.projected[j, size] = after
         return after
 
-    def _reorthogonalized(self, w, after, column, name):
-        """The remainder made orthogonal, its norm, and its overlaps; adds to `column`.
+    def _orthogonalized(self, w, before, name):
+        """The rest of `w`, which is donated, the coefficients subtracted, its norm.
 
-        The norm is zero where the remainder lies in the space up to rounding. The
-        overlaps come with their uncertainty, as `Orthogonality.append` takes them.
+        The norm is zero where the rest lies in the space up to rounding.
         """
-        state, j = self.orthogonality, self.num_expanded
-        known = column.copy()
-        known[:j] = self.projected[j, :j]
-        # A remainder near the rounding of the product, or with other vectors waiting to
-        # be expanded, cannot be predicted.
-        tiny = after <= math.sqrt(self._eps) * self.scale()
-        alone = j == self.basis.size - 1
-        prediction = None
-        if alone and not tiny:
-            prediction = state.predict(self.projected, known, after)
-        if prediction is not None and state.suffices(prediction, self._overlap_bound):
-            return w, after, prediction
-        self.num_measured += 1
-        bound = state.bound(self._overlap_bound)
-        in_space, num_passes, overlap = False, 0, np.zeros(self.basis.size)
-        while num_passes < 2:
-            overlap = self.basis.coefficients(w)
-            if num_passes == 0:
-                state.compare(prediction, overlap / max(after, self._tiny))
-            if np.abs(overlap).max() <= bound * after:
+        coefficients, after = np.zeros(self.basis.size), before
+        for number in range(2 if self.basis.size else 0):
+            overlaps = self.basis.coefficients(w)
+            w = self.basis.subtract(w, overlaps)
+            coefficients += overlaps
+            last, after = after, trees.finite_norm(w, name)
+            if after >= SQRT_HALF * last:
                 break
-            w = self.basis.subtract(w, overlap)
-            column += overlap
-            self.num_passes[num_passes] += 1
-            num_passes += 1
-            before, after = after, trees.finite_norm(w, name)
-            overlap = np.zeros_like(overlap)
-            # What a second pass shrinks much, too, lies in the space up to rounding.
-            in_space = num_passes == 2 and after < 0.1 * before
-            if after >= SQRT_HALF * before:
-                break
-        state.clean(num_passes > 0)
-        if in_space:
-            after = 0.0
-        return w, after, (overlap / max(after, self._tiny), 0.0)
+            if number == 1 and after < IN_SPACE * last:
+                after = 0.0
+        return w, coefficients, after
 
     def _store(self, column):
         """Puts column `j` into the projected matrix, which stays symmetric."""

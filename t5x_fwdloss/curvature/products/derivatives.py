@@ -20,7 +20,6 @@ import typing
 import jax
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature.products.joined_products import joined
 from t5x_fwdloss.curvature.vectors import trees
 
 MODES = ("forward_over_reverse", "reverse_over_forward", "reverse_over_reverse")
@@ -44,8 +43,7 @@ def directional_derivative(loss: Function) -> Function:
     r"""The function `(params, v, *args) -> (f, <g, v>)`, by one forward pass.
 
     The tangent is pushed through the loss itself, so a loss with a `jax.custom_vjp`
-    rule (T5X's own) cannot be used here. Wide matrix products get their tangent in one
-    piece (`joined_products`).
+    rule (T5X's own) cannot be used here.
 
     Args:
       loss: `(params, *args) -> scalar`.
@@ -56,8 +54,8 @@ def directional_derivative(loss: Function) -> Function:
 
     def product(params, v, *args):
         function = of_floats(loss, params, args)
-        push = joined(lambda floats, v: jax.jvp(function, (floats,), (v,)))
-        return push(trees.float_part(params), tangent(v, params))
+        floats = trees.float_part(params)
+        return jax.jvp(function, (floats,), (tangent(v, params),))
 
     return product
 
@@ -126,7 +124,7 @@ def gauss_newton_product(outputs: Function, output_hessian: Function) -> Functio
     Args:
       outputs: `(params, *args) -> z`, any pytree of float arrays.
       output_hessian: `(z, u, *args) -> H_L u`, symmetric, in the shapes of $z$; with
-        weights and normalizer, if any. For a Fisher matrix, see `fisher`.
+        weights and normalizer, if any.
 
     Returns:
       The function.

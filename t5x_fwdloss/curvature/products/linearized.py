@@ -13,6 +13,7 @@ kept as JAX made them: `AmortizedProduct.folding` says why.
 
 import collections.abc
 import dataclasses
+import functools
 import logging
 import os
 import typing
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature.products import derivatives, folding, operators
-from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.curvature.products import derivatives, folding
+from t5x_fwdloss.curvature.vectors import in_flight, trees
 
 # The part of free memory that residuals may take where no budget is given.
 SHARE = 0.5
@@ -118,7 +119,7 @@ def free_bytes() -> int:
 
 
 class AmortizedProduct:
-    """The map `v -> factor * sum over batches of A_b v`, linearized where it fits.
+    """The map `v -> sum over batches of A_b v`, linearized where it fits.
 
     Attributes:
       batches: A `BatchRecord` for each batch.
@@ -131,7 +132,6 @@ class AmortizedProduct:
         params: PyTree,
         batches: collections.abc.Sequence[tuple],
         *,
-        factor: float = 1.0,
         memory_budget: int | None = None,
         fold: bool = True,
     ):
@@ -141,7 +141,6 @@ class AmortizedProduct:
           linear_map: The product, such as `hessian_map(loss)`.
           params: The parameters.
           batches: For each batch the tuple of further arguments.
-          factor: One over the normalizer of all batches together.
           memory_budget: Bytes that residuals may take on each device; None: half of
             what is free now; 0: never linearize.
           fold: Whether to rewrite the linear functions to read less memory.
@@ -155,16 +154,16 @@ class AmortizedProduct:
         self._budget = int(budget)
         self._params = params
         self._args = list(batches)
-        self._factor = factor
         self._map = linear_map
-        self._apply = jax.jit(linear_map.apply)
-        self._direct = jax.jit(linear_map.direct)
-        self._apply_many = jax.jit(
+        self._one = _Compiled(linear_map.apply, linear_map.direct)
+        self._several = _Compiled(
             lambda residuals, params, vs, *args: jax.vmap(
                 lambda v: linear_map.apply(residuals, params, v, *args)
-            )(vs)
+            )(vs),
+            lambda params, vs, *args: jax.vmap(
+                lambda v: linear_map.direct(params, v, *args)
+            )(vs),
         )
-        self._direct_many = jax.jit(operators.stacked(linear_map.direct))
         self.folding = FOLDED if fold else "not folded: switched off"
         try:
             self._residuals, self.batches = self._linearized(fold)
@@ -218,48 +217,84 @@ class AmortizedProduct:
         """How many batches are linearized."""
         return sum(record.linearized for record in self.batches)
 
-    def _sum(self, all_residuals, apply, direct, v, params=None):
-        params = self._params if params is None else params
+    def parts(
+        self, v: PyTree, *, stacked: bool = False, params: PyTree | None = None
+    ) -> collections.abc.Iterator[PyTree]:
+        """The product of each batch, in order, as new arrays.
 
-        def part(residuals, args):
-            if residuals is None:
-                return direct(params, v, *args)
-            return apply(residuals, params, v, *args)
+        Args:
+          v: A vector, or several.
+          stacked: Whether `v` holds several, stacked in front.
+          params: Other parameters, at which nothing is linearized.
 
-        pairs = list(zip(all_residuals, self._args, strict=True))
-        product = lambda _, __, index: part(*pairs[index])
-        numbers = [(index,) for index in range(len(pairs))]
-        # The parts are compiled, so that their results are new arrays.
-        total = operators.summed(
-            product, None, numbers, factor=self._factor, fresh=True
-        )
-        return total(v)
+        Yields:
+          The products.
+        """
+        compiled = self._several if stacked else self._one
+        for residuals, args in zip(self._residuals, self._args, strict=True):
+            if params is not None:
+                yield compiled.direct(params, v, *args)
+            elif residuals is None:
+                yield compiled.direct(self._params, v, *args)
+            else:
+                yield compiled.apply(residuals, self._params, v, *args)
 
-    def _product(self, apply, direct, v):
+    def _product(self, v, *, stacked):
         try:
-            return self._sum(self._residuals, apply, direct, v)
+            return summed(self.parts(v, stacked=stacked))
         except Exception as error:
             if self.folding != FOLDED or _is_of_device(error):
                 raise
-            residuals, batches = self._linearized(fold=False)
-            # An error that has nothing to do with folding is raised again here.
-            found = self._sum(residuals, apply, direct, v)
-            self._residuals, self.batches = residuals, batches
+            before = self._residuals, self.batches
+            try:
+                self._residuals, self.batches = self._linearized(fold=False)
+                found = summed(self.parts(v, stacked=stacked))
+            except Exception:
+                # An error that has nothing to do with folding.
+                self._residuals, self.batches = before
+                raise
             self._say_why(error)
             return found
 
     def at(self, params: PyTree) -> collections.abc.Callable[[PyTree], PyTree]:
         """The map at other parameters of the same shapes, differentiated anew."""
-        none = [None] * len(self._args)
-        return lambda v: self._sum(none, self._apply, self._direct, v, params)
+        return lambda v: summed(self.parts(v, params=params))
 
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector."""
-        return self._product(self._apply, self._direct, v)
+        return self._product(v, stacked=False)
 
     def stacked(self, vs: PyTree) -> PyTree:
         """The products with vectors stacked along the first axis, in one program."""
-        return self._product(self._apply_many, self._direct_many, vs)
+        return self._product(vs, stacked=True)
+
+
+class _Compiled:
+    """A linear map's two ways to multiply, compiled at their first use."""
+
+    def __init__(self, apply, direct):
+        self.apply, self.direct = jax.jit(apply), jax.jit(direct)
+
+
+def summed(parts: collections.abc.Iterable[PyTree]) -> PyTree:
+    """The sum of vectors, in order, in the memory of the first.
+
+    Args:
+      parts: New arrays, as compiled functions return them; at least one.
+
+    Returns:
+      The sum, which waits now and then for the devices (`in_flight`).
+    """
+    numbered = enumerate(parts)
+    _, total = next(numbered)
+    for number, part in numbered:
+        total = in_flight.limited(number, _added(total, part))
+    return total
+
+
+@functools.partial(jax.jit, donate_argnames="total")
+def _added(total, part):
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, part)
 
 
 def _is_of_device(error) -> bool:

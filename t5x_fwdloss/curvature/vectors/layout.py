@@ -11,10 +11,18 @@ Sharding = jax.sharding.Sharding
 
 
 def sharding_of(leaf) -> Sharding | None:
-    """The leaf's sharding where it is a concrete array, else None."""
-    if isinstance(leaf, jax.core.Tracer) or not isinstance(leaf, jax.Array):
+    """The sharding of a concrete array or a description of one, else None."""
+    described = isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+    if isinstance(leaf, jax.core.Tracer) or not described:
         return None
     return leaf.sharding
+
+
+def described(tree: PyTree) -> PyTree:
+    """The shapes, types and shardings of a tree, without its memory."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tree
+    )
 
 
 def stacked_sharding(sharding: Sharding | None) -> Sharding | None:

@@ -9,8 +9,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.objective import parameters
-from t5x_fwdloss.analysis.objective.finite import NegativeCurvatureError, check_finite
-from t5x_fwdloss.analysis.objective.programs import all_finite, largest_magnitudes
+from t5x_fwdloss.analysis.objective.finite import (
+    NegativeCurvatureError,
+    check_vector,
+)
 from t5x_fwdloss.analysis.store import multihost
 from t5x_fwdloss.curvature.products import linearized
 from t5x_fwdloss.curvature.products.linearized import (
@@ -22,8 +24,13 @@ from t5x_fwdloss.curvature.products.linearized import (
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 
-class LinearProduct:
-    """The map from a vector to its product, or from stacked vectors to theirs."""
+class MatrixProduct:
+    """The map from a vector to its product, or from stacked vectors to theirs.
+
+    A product that is not finite raises `NonFiniteLossError`, which names the batch and
+    the parameter block; one below zero, of a matrix that has none, raises
+    `NegativeCurvatureError`.
+    """
 
     def __init__(
         self,
@@ -35,7 +42,6 @@ class LinearProduct:
         precision: str,
         memory_budget: int | None,
         fold: bool,
-        blame: Callable[[PyTree], Any],
         is_semidefinite: Callable[[], bool] = lambda: False,
         rounding: Callable[[], float] = lambda: 0.0,
     ):
@@ -49,8 +55,6 @@ class LinearProduct:
             precision: matmul precision.
             memory_budget: bytes per device that may be kept; None: half of the free.
             fold: whether to rewrite the linear functions to read less memory.
-            blame: called with a vector whose product is not finite; raises an error
-                that says where, if it can.
             is_semidefinite: asked, once a product $v^T A v$ is negative, whether it may
                 be.
             rounding: the relative error that a product may have, asked for then.
@@ -58,7 +62,7 @@ class LinearProduct:
         if memory_budget is None:
             # Agreed: a process with less memory would compile other functions.
             memory_budget = multihost.least(SHARE * linearized.free_bytes())
-        self._name, self._precision, self._blame = name, precision, blame
+        self._name, self._precision = name, precision
         self._params, self._largest = params, None
         self._is_semidefinite, self._rounding = is_semidefinite, rounding
         constrained = LinearMap(
@@ -90,12 +94,13 @@ class LinearProduct:
         return sentence
 
     def __call__(self, v: PyTree) -> PyTree:
-        """The product with one vector."""
-        return self._checked(self._product, v, lambda v: [v])
+        """The product with one vector; `ValueError` for one of other shapes."""
+        trees.check_like(v, self._params)
+        return self._checked(self._product, v)
 
     def stacked(self, vs: PyTree) -> PyTree:
         """The products with vectors stacked in front, by one compiled program."""
-        return self._checked(self._product.stacked, vs, trees.unstack, stacked=True)
+        return self._checked(self._product.stacked, vs, stacked=True)
 
     def at(self, params: PyTree) -> Callable[[PyTree], PyTree]:
         """The product with one vector at other parameters.
@@ -106,16 +111,16 @@ class LinearProduct:
             params: parameters of the same shapes, float32 or wider.
         """
         product = self._product.at(params)
-        return lambda v: self._checked(product, v, lambda _: ())
+        return lambda v: self._checked(product, v, params=params)
 
-    def _checked(self, product, argument, one_by_one, *, stacked=False):
+    def _checked(self, product, argument, *, stacked=False, params=None):
         with jax.default_matmul_precision(self._precision):
             found = product(argument)
-        if not all_finite(found):
-            for v in one_by_one(argument):
-                self._blame(v)
-            name = f"the product with {self._name}"
-            check_finite(name, [("the sum over batches", largest_magnitudes(found))])
+            check_vector(
+                f"the product with {self._name}",
+                found,
+                lambda: self._product.parts(argument, stacked=stacked, params=params),
+            )
         self._check_sign(argument, found, stacked)
         return found
 
