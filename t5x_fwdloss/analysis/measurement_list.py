@@ -30,7 +30,7 @@ def check(name: str, measurements: Any) -> None:
         ValueError: it is no list of at least one measurement, or a setting of one does
             not fit.
     """
-    wanted = "a list of at least one measurement, such as [@HessianTrace()] in gin"
+    wanted = "a list of at least one measurement, such as [@Trace()] in gin"
     if not settings.is_list(measurements) or not len(measurements):
         raise ValueError(
             f"{name} must be {wanted}: got {settings.shown(measurements)}."

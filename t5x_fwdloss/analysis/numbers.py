@@ -122,6 +122,7 @@ def result_to_json(result: MeasurementResult) -> dict[str, Any]:
     found = to_json(dataclasses.replace(result, arrays={}))
     found.pop("arrays")
     return found | {
+        "matrix": result.settings.get("matrix"),
         "arrays_sha256": arrays_digest(result.arrays),
         "converged": result.converged,
         "status": "finished",

@@ -304,7 +304,8 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
 
 def _entry(outcome) -> dict[str, Any]:
     if isinstance(outcome, Failure):
-        return to_json(outcome) | {"status": "failed"}
+        matrix = outcome.settings.get("matrix")
+        return to_json(outcome) | {"matrix": matrix, "status": "failed"}
     return result_to_json(outcome)
 
 

@@ -1,13 +1,16 @@
 """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature."""
 
 import dataclasses
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
+from t5x_fwdloss.analysis.measurements.matrix import (
+    TransformedMatrixMeasurement,
+    one_probe,
+)
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
@@ -23,8 +26,8 @@ OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 
 
 @dataclasses.dataclass(frozen=True)
-class SpectralDensity(OfMatrix):
-    """What the measurements of a density share; `matrix` says of which.
+class SpectralDensity(TransformedMatrixMeasurement):
+    """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature.
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
     plot can be chosen afterwards (`t5x_fwdloss.curvature.estimators.smoothing`).
@@ -38,28 +41,18 @@ class SpectralDensity(OfMatrix):
     stands for it.
 
     Attributes:
-        name: name in the results.
         num_probes: number of random probes; the band of the density is over them.
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_probes: settings.Positive = 4
     num_steps: settings.Positive = 40
     kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
     save_every: settings.Positive = 20
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos probe by probe, from the saved state if there is one."""
@@ -128,24 +121,6 @@ class SpectralDensity(OfMatrix):
                 float(nodes.min()), unit, None, INSIDE, count=count
             ),
         }
-
-
-@dataclasses.dataclass(frozen=True)
-class HessianSpectralDensity(SpectralDensity):
-    """The density of the Hessian's eigenvalues."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_spectral_density"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonSpectralDensity(SpectralDensity):
-    """The density of the Gauss-Newton matrix's eigenvalues."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_spectral_density"
 
 
 def _steps(state: SlqState) -> int:

@@ -8,13 +8,13 @@ With unit eigenvectors $y_i$ and the gradient g, the overlap $\sum_i \langle g, 
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
+from t5x_fwdloss.analysis.measurements.matrix import TransformedMatrixMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import NORM_FACTOR, NUM_DRAWS
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
@@ -31,8 +31,8 @@ from t5x_fwdloss.curvature.vectors import directions, groups, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class Eigenpairs(OfMatrix):
-    """What the measurements of eigenpairs share; `matrix` says of which.
+class Eigenpairs(TransformedMatrixMeasurement):
+    """Eigenvalues at both ends of a spectrum, each with its true residual.
 
     A pair is converged if its true residual is at most `tolerance` times its own
     magnitude, plus what rounding leaves: 10 eps sqrt(products) times the largest
@@ -44,9 +44,9 @@ class Eigenpairs(OfMatrix):
     `allowed` holds the largest residual of each converged pair.
 
     Attributes:
-        name: name in the results.
         num_largest: pairs wanted at the upper end.
-        num_smallest: pairs wanted at the lower end, the most negative first.
+        num_smallest: pairs wanted at the lower end, the most negative first; None: 2
+            of the Hessian, 0 of the other matrices, whose smallest are near zero.
         max_steps: largest number of products spent on the space.
         tolerance: residual at which a pair is converged, relative to its own magnitude.
         max_basis: largest number of vectors held at once, or None for `max_steps`.
@@ -56,15 +56,10 @@ class Eigenpairs(OfMatrix):
             times, as many find them sooner; one finds them too.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
             `<name>_vectors`, as directions of the parameters.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_largest: settings.Count = 5
-    num_smallest: settings.Count = 2
+    num_smallest: settings.Count = None  # pyright: ignore[reportAssignmentType]
     max_steps: settings.Positive = 80
     tolerance: settings.Fraction = 1e-3
     max_basis: settings.Positive | None = None
@@ -72,6 +67,13 @@ class Eigenpairs(OfMatrix):
     save_every: settings.Positive = 10
     num_starts: settings.Positive = 1
     save_eigenvectors: bool = False
+
+    def __post_init__(self):
+        """Fills in the defaults that depend on the matrix."""
+        super().__post_init__()
+        if self.num_smallest is None:
+            count = 2 if self.matrix == "hessian" else 0
+            object.__setattr__(self, "num_smallest", count)
 
     @property
     def num_vectors(self) -> int:
@@ -94,10 +96,6 @@ class Eigenpairs(OfMatrix):
                 f"{title}.max_basis must be None or at least {least} for {pairs} pairs "
                 f"and {self.num_starts} start vectors: got {self.max_basis}."
             )
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
@@ -260,35 +258,6 @@ class Eigenpairs(OfMatrix):
                 "the start vectors can see."
             )
         return notes
-
-
-@dataclasses.dataclass(frozen=True)
-class HessianEigenpairs(Eigenpairs):
-    """Eigenvalues at both ends of the Hessian's spectrum, each with its true residual."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_eigenpairs"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonEigenpairs(Eigenpairs):
-    """The largest eigenvalues of the Gauss-Newton matrix; its smallest are near zero."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_eigenpairs"
-    num_smallest: settings.Count = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FisherEigenpairs(Eigenpairs):
-    """The largest eigenvalues of the Fisher matrix, labels in expectation."""
-
-    matrix: ClassVar[str] = "fisher"
-
-    name: settings.Words = "fisher_eigenpairs"
-    num_smallest: settings.Count = 0
 
 
 _ENDS = ("largest_", "smallest_")

@@ -8,14 +8,13 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import jax
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement, one_probe
 from t5x_fwdloss.analysis.measurements.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.store.saved_state import SavedState
@@ -24,11 +23,10 @@ from t5x_fwdloss.curvature.vectors import groups, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupTraces:
-    """What the measurements of traces by group share; `matrix` says of which.
+class GroupTraces(MatrixMeasurement):
+    """The trace of a matrix's diagonal block of each group of parameters.
 
     Attributes:
-        name: name in the results.
         groups: group's name to a regular expression that matches the whole path of its
             parameters, such as `{'decoder': 'decoder/.*'}`; None: by layer, the first
             two parts of the path.
@@ -37,9 +35,6 @@ class GroupTraces:
         confidence: level of the confidence intervals.
     """
 
-    matrix: ClassVar[str]
-
-    name: settings.Words
     groups: Mapping[settings.Words, settings.Pattern] | None = None
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
@@ -47,7 +42,7 @@ class GroupTraces:
 
     def validate(self, context: Context) -> None:
         """Check that every pattern matches something (`ValueError`)."""
-        context.objective.check_matrix(self.matrix)
+        super().validate(context)
         groups.group_masks(context.params, self.patterns(context))
 
     def patterns(self, context: Context) -> Mapping[str, str]:
@@ -135,24 +130,6 @@ class GroupTraces:
             return changed
 
         return context.rounding.include(numbers, at)
-
-
-@dataclasses.dataclass(frozen=True)
-class HessianGroupTraces(GroupTraces):
-    """The trace of the Hessian's diagonal block of each group of parameters."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_group_traces"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonGroupTraces(GroupTraces):
-    """The trace of the Gauss-Newton matrix's diagonal block of each group."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_group_traces"
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
+from t5x_fwdloss.analysis.measurements.matrix import (
+    TransformedMatrixMeasurement,
+    one_probe,
+)
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.curvature import TraceEstimate
 from t5x_fwdloss.curvature.estimators import hutchinson
@@ -16,11 +19,10 @@ Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace(OfMatrix):
-    """What the measurements of a trace share; `matrix` says of which.
+class Trace(TransformedMatrixMeasurement):
+    """The trace of a matrix, the sum of its eigenvalues, by a randomized estimator.
 
     Attributes:
-        name: name in the results.
         num_probes: number of random vectors, at most. Hutchinson's estimator takes one
             product for each, Hutch++ one and two for each vector of its sketch, XTrace
             two.
@@ -36,13 +38,8 @@ class Trace(OfMatrix):
             the side of the long tail where few eigenvalues dominate; a note says where
             it may still be too short, with fewer than 16 probes.
         basis_on_host: whether kept vectors lie in host memory.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
     estimator: Estimator = "hutchinson"
@@ -51,10 +48,6 @@ class Trace(OfMatrix):
     relative_error: settings.Above | None = None
     confidence: settings.Fraction = 0.95
     basis_on_host: bool = False
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from what was saved on if there is anything."""
@@ -131,48 +124,3 @@ def skewness_notes(estimates: Mapping[str, TraceEstimate]) -> tuple[str, ...]:
         f"{hutchinson.FEW_PROBES} probes make them reliable; Hutch++ and XTrace make "
         "them shorter.",
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class HessianTrace(Trace):
-    """The sum of all eigenvalues of the Hessian."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonTrace(Trace):
-    """The trace of the Gauss-Newton matrix."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class FisherTrace(Trace):
-    """The trace of the Fisher matrix, labels in expectation."""
-
-    matrix: ClassVar[str] = "fisher"
-
-    name: settings.Words = "fisher_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledFisherTrace(Trace):
-    """The trace of the Fisher matrix at one drawn label a token."""
-
-    matrix: ClassVar[str] = "sampled_fisher"
-
-    name: settings.Words = "sampled_fisher_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class EmpiricalFisherTrace(Trace):
-    """The trace of the second moment of the tokens' gradients at the data's labels."""
-
-    matrix: ClassVar[str] = "empirical_fisher"
-
-    name: settings.Words = "empirical_fisher_trace"

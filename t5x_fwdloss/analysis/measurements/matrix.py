@@ -1,6 +1,6 @@
 r"""Which matrix a measurement is of: the whole, a group's block, preconditioned, damped.
 
-With $A$ the matrix that the class names, $P$ the projection on a parameter group and
+With $A$ the matrix that is named, $P$ the projection on a parameter group and
 $D^2$ the diagonal that the checkpoint's optimizer multiplies a gradient by at its step,
 up to its learning rate (see `t5x_fwdloss.analysis.optimizer`), it is
 
@@ -11,8 +11,9 @@ the eigenvalues of $D^2 A$, which decide whether steps are stable.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import jax
 from jaxtyping import PyTree
@@ -20,14 +21,40 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context
 from t5x_fwdloss.analysis.numbers import Number
+from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeEstimates, probe_estimates
 from t5x_fwdloss.curvature.vectors import groups, preconditioning, trees
 from t5x_fwdloss.curvature.vectors.trees import Matvec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfMatrix:
-    """Settings shared by the measurements of a matrix; `matrix` names it.
+class MatrixMeasurement:
+    """What every measurement of a matrix has, beside settings of its own.
+
+    Attributes:
+        matrix: 'hessian', 'gauss_newton', 'fisher', 'sampled_fisher' or
+            'empirical_fisher' (see `t5x_fwdloss.analysis.objective.matrices`).
+        name: name in the results; None: matrix and quantity, such as 'hessian_trace'.
+    """
+
+    matrix: Annotated[str, settings.one_of(*matrices.WORDS)] = "hessian"
+    # None for no longer than it takes to make the instance.
+    name: settings.Words = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self):
+        """Fills in the default of the name."""
+        if self.name is None:
+            quantity = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+            object.__setattr__(self, "name", f"{self.matrix}_{quantity}")
+
+    def validate(self, context: Context) -> None:
+        """Check that the objective has the matrix (`ValueError`)."""
+        context.objective.check_matrix(self.matrix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformedMatrixMeasurement(MatrixMeasurement):
+    """A measurement of a matrix, or of what group, optimizer and damping make of it.
 
     Attributes:
         group: a regular expression for the whole path of parameters, such as
@@ -37,20 +64,18 @@ class OfMatrix:
         damping: what is added to every eigenvalue.
     """
 
-    matrix: ClassVar[str]
-
     group: settings.Pattern | None = None
     preconditioned: bool = False
     damping: float = 0.0
 
-    def check_matrix(self, context: Context) -> None:
+    def validate(self, context: Context) -> None:
         """Check that the matrix is there, with group and optimizer.
 
         Raises:
             ValueError: the objective lacks the matrix, the group matches nothing that is
                 trained, or the run cannot read an optimizer's state.
         """
-        context.objective.check_matrix(self.matrix)
+        super().validate(context)
         if self.preconditioned:
             context.check_preconditioner(f"{type(self).__name__}.preconditioned")
         mask = self.mask(context)
