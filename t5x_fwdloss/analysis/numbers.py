@@ -76,7 +76,7 @@ class MeasurementResult:
 
     Attributes:
         name: the measurement's name, unique in its run.
-        kind: the measurement's class, which chooses the plots.
+        kind: the measurement's class.
         settings: the measurement's constructor arguments.
         numbers: the numbers by name, in the order of the report.
         arrays: what goes beside them into the .npz file.

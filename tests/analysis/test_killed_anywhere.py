@@ -144,7 +144,7 @@ def measured(measurement, objective, path):
     )
     found = measurement.run(context)
     arrays = {name: np.asarray(x).tolist() for name, x in found.arrays.items()}
-    leaves_vectors = getattr(measurement, "num_vectors", 0)
+    leaves_vectors = measurement.num_vectors
     vectors = context.saved_vectors(measurement.name) if leaves_vectors else []
     return json.dumps(
         [

@@ -57,7 +57,10 @@ def wrong_values(kind, field):
     if field.name in OTHERS:
         return OTHERS[field.name]
     by_type = {int: NOT_WHOLE, float: NOT_NUMBERS, bool: NOT_BOOLS, str: NOT_STRINGS}
-    return by_type[type(getattr(kind(), field.name))] + OUT_OF_RANGE.get(field.name, [])
+    wrong = by_type[type(getattr(kind(), field.name))]
+    if field.default is None:  # and then filled in
+        wrong = [value for value in wrong if value is not None]
+    return wrong + OUT_OF_RANGE.get(field.name, [])
 
 
 def changed(measurement: Any, **values):

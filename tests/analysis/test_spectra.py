@@ -18,7 +18,7 @@ from t5x_fwdloss.analysis import (
     settings,
 )
 from t5x_fwdloss.analysis.measurements import Context
-from t5x_fwdloss.analysis.report.whole_spectrum_plots import spectral_samples
+from t5x_fwdloss.analysis.measurements.density import spectral_samples
 from t5x_fwdloss.analysis.store import saved_state
 
 from . import runs, tiny_t5, toy

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement, one_probe
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,
     MeasurementResult,
@@ -78,8 +78,7 @@ class Diagonal(MatrixMeasurement):
 
     def _rounding(self, context) -> PyTree | None:
         def at(params):
-            product = context.product(self.matrix, at=params)
-            found = one_probe(context, self.matrix, product, diagonal=True)
+            found = self.one_probe(context, params, diagonal=True)
             return found.trace.mean, found.diagonal
 
         return context.rounding.errors(at)

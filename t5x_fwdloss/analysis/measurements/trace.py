@@ -1,25 +1,36 @@
 """The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
+
+import numpy as np
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import (
-    TransformedMatrixMeasurement,
-    one_probe,
-)
+from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature import TraceEstimate
 from t5x_fwdloss.curvature.estimators import hutchinson
 
 Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
+CAPTIONS = {
+    "hutchinson": "Hutchinson's estimator: one sample for each probe, their running mean, "
+    "and the estimate with its confidence interval.",
+    "hutch++": "Hutch++: for each probe the trace on the subspace plus the probe's sample "
+    "outside of it, and the estimate with its confidence interval.",
+    "xtrace": "XTrace: the estimates that leave out one probe each, and the estimate with "
+    "its confidence interval.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace(TransformedMatrixMeasurement):
+class Trace(TransformedMeasurement):
     """The trace of a matrix, the sum of its eigenvalues, by a randomized estimator.
 
     Attributes:
@@ -89,12 +100,15 @@ class Trace(TransformedMatrixMeasurement):
             )
         return result(self, numbers, arrays={"samples": found.samples}, notes=notes)
 
+    def plots(self) -> Sequence[Plot]:
+        """The samples, and what they are of."""
+        return (Plot(CAPTIONS[self.estimator], _samples),)
+
     def _with_rounding(self, context, numbers) -> dict[str, Number]:
         size = self.dimension(context)
 
         def at(params):
-            product = self.product(context, at=params)
-            trace = one_probe(context, self.matrix, product).trace.mean
+            trace = self.one_probe(context, params).trace.mean
             return {"trace": trace, "mean_eigenvalue": trace / size}
 
         numbers = context.rounding.include(numbers, at)
@@ -124,3 +138,31 @@ def skewness_notes(estimates: Mapping[str, TraceEstimate]) -> tuple[str, ...]:
         f"{hutchinson.FEW_PROBES} probes make them reliable; Hutch++ and XTrace make "
         "them shorter.",
     )
+
+
+def _samples(result: MeasurementResult) -> Figure | None:
+    """The samples beside the reported trace and its confidence interval."""
+    samples, trace = result.arrays["samples"], result.numbers["trace"]
+    count = np.arange(1, len(samples) + 1)
+    ends = [count[0], count[-1]]
+    (axis,) = figures.panels(1)
+    axis.plot(count, samples, "o", color=FAINT, markersize=3, label="one probe")
+    if result.settings["estimator"] == "hutchinson":
+        mean = np.cumsum(samples) / count
+        axis.plot(count, mean, color=FAINT, linewidth=1, label="running mean")
+    axis.plot(ends, [trace.value] * 2, color=SERIES[0], label="estimate")
+    if trace.interval is not None:
+        low, high = trace.interval
+        axis.fill_between(
+            ends,
+            [low] * 2,
+            [high] * 2,
+            color=SERIES[0],
+            alpha=0.2,
+            linewidth=0,
+            label=f"{result.settings['confidence']:.0%} confidence interval",
+        )
+    axis.set_xlabel("probes")
+    axis.set_ylabel(f"trace, {trace.unit}")
+    axis.legend(loc="best")
+    return axis.get_figure(root=True)
