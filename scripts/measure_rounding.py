@@ -125,11 +125,11 @@ def main():
         before = json.loads(args.output.read_text())
         kept = before["numbers"] if before["settings"] == report["settings"] else {}
     directions = analysis.DirectionalDerivatives(num_random=args.seeds, num_points=0)
-    eigenvalues = analysis.HessianEigenpairs(
+    eigenvalues = analysis.Eigenpairs(
         num_largest=3, num_smallest=1, max_steps=args.steps, tolerance=0.01
     )
     traces = [
-        analysis.HessianTrace(name=name, num_probes=args.probes, block_size=1)
+        analysis.Trace(name=name, num_probes=args.probes, block_size=1)
         for name in TRACES
     ]
     spectrum = [eigenvalues] * ("eigenvalues" in args.kinds)

@@ -44,7 +44,7 @@ PROBES = {"num_probes": 8, "block_size": 2}
 
 RUNS = {
     "eigenpairs": lambda: [
-        analysis.HessianEigenpairs(
+        analysis.Eigenpairs(
             num_largest=2, num_smallest=1, save_eigenvectors=True, **LANCZOS
         ),
         analysis.DirectionalDerivatives(
@@ -52,31 +52,33 @@ RUNS = {
         ),
     ],
     "other eigenpairs": lambda: [
-        analysis.GaussNewtonEigenpairs(num_largest=2, max_basis=8, **LANCZOS),
-        analysis.FisherEigenpairs(num_largest=1, **LANCZOS),
+        analysis.Eigenpairs(
+            matrix="gauss_newton", num_largest=2, max_basis=8, **LANCZOS
+        ),
+        analysis.Eigenpairs(matrix="fisher", num_largest=1, **LANCZOS),
     ],
     "subspaces": lambda: [
-        analysis.HessianTrace(name="xtrace", estimator="xtrace", **PROBES),
-        analysis.HessianTrace(
-            name="hutchpp", estimator="hutch++", sketch_size=3, **PROBES
-        ),
+        analysis.Trace(name="xtrace", estimator="xtrace", **PROBES),
+        analysis.Trace(name="hutchpp", estimator="hutch++", sketch_size=3, **PROBES),
     ],
     "traces": lambda: [
-        analysis.SampledFisherTrace(**PROBES),
-        analysis.FisherTrace(**PROBES),
-        analysis.EmpiricalFisherTrace(**PROBES),
-        analysis.GaussNewtonTrace(**PROBES),
+        analysis.Trace(matrix="sampled_fisher", **PROBES),
+        analysis.Trace(matrix="fisher", **PROBES),
+        analysis.Trace(matrix="empirical_fisher", **PROBES),
+        analysis.Trace(matrix="gauss_newton", **PROBES),
     ],
     "densities": lambda: [
-        analysis.HessianSpectralDensity(num_probes=2, num_steps=6, save_every=2),
-        analysis.GaussNewtonSpectralDensity(num_probes=2, num_steps=4, save_every=2),
+        analysis.SpectralDensity(num_probes=2, num_steps=6, save_every=2),
+        analysis.SpectralDensity(
+            matrix="gauss_newton", num_probes=2, num_steps=4, save_every=2
+        ),
     ],
     "by parameter": lambda: [
-        analysis.HessianGroupTraces(**PROBES),
-        analysis.GaussNewtonGroupTraces(**PROBES),
-        analysis.HessianDiagonal(**PROBES),
+        analysis.GroupTraces(**PROBES),
+        analysis.GroupTraces(matrix="gauss_newton", **PROBES),
+        analysis.Diagonal(**PROBES),
     ],
-    "losses": lambda: [analysis.LossComparison(), analysis.HessianTrace(**PROBES)],
+    "losses": lambda: [analysis.LossComparison(), analysis.Trace(**PROBES)],
 }
 
 

@@ -24,7 +24,8 @@ from analysis import runs, toy
 from analysis.test_killed_anywhere import DenseContext
 from hypothesis import strategies as st
 
-from t5x_fwdloss.analysis.measurements import Context, HessianTrace
+from t5x_fwdloss.analysis import Trace
+from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.report import page
 from t5x_fwdloss.command_line.exit_status import exit_status
@@ -50,7 +51,7 @@ class Toy:
         state = checkpoints.restore_optimizer(str(path), OPTIMIZER.init(self.params))
         same(state, OPTIMIZER.init(self.params))
         host = runs.host(checkpoint=str(path), step=step)
-        measured = [HessianTrace(num_probes=2, block_size=2)]
+        measured = [Trace(num_probes=2, block_size=2)]
         given = {"objective": self.objective, "params": params, "host": host}
         assert runs.run(results, measurements=measured, **given) == 0
         return params

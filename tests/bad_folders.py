@@ -21,13 +21,13 @@ from analysis import runs
 from analysis.test_killed_anywhere import MEASUREMENTS, DenseContext
 from hypothesis import strategies as st
 
-from t5x_fwdloss.analysis import run_analysis
-from t5x_fwdloss.analysis.measurements import Context, HessianTrace
+from t5x_fwdloss.analysis import Trace, run_analysis
+from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.report import page
 from t5x_fwdloss.command_line.exit_status import exit_status
 
-FIRST = HessianTrace(name="first", num_probes=2, block_size=2)
+FIRST = Trace(name="first", num_probes=2, block_size=2)
 OBJECTIVE = runs.objective()
 # What is drawn and which products are kept are tested elsewhere.
 preflight.check_objective = lambda *_, **__: []

@@ -31,10 +31,10 @@ COMMON = [
     *("MIXTURE_OR_TASK_NAME", "ANALYSIS_OUTPUT_DIR", "CHECKPOINT_PATH", "MODEL"),
     *("MEASUREMENTS", "LOSS_IMPL", "LOSS_CHUNK_LENGTH", "Z_LOSS", "LABEL_SMOOTHING"),
     *("LOSS_NORMALIZING_FACTOR", "DROPOUT_RATE", "FOLDING", "SEEDS", "NUMBATCHES"),
-    *("HessianTrace.num_probes", "HessianTrace.relative_error", "HessianTrace.name"),
-    *("HessianTrace.preconditioned", "HessianTrace.group", "Transformer.config"),
-    *("HessianEigenpairs.tolerance", "HessianEigenpairs.group", "T5Config.emb_dim"),
-    *("HessianGroupTraces.groups", "LossComparison.chunk_lengths", "T5Config.dtype"),
+    *("Trace.num_probes", "Trace.relative_error", "Trace.name"),
+    *("Trace.preconditioned", "Trace.matrix", "Transformer.config"),
+    *("Eigenpairs.tolerance", "Eigenpairs.group", "T5Config.emb_dim"),
+    *("GroupTraces.groups", "LossComparison.chunk_lengths", "T5Config.dtype"),
     *("DirectionalDerivatives.checkpoints", "T5Config.mlp_activations", "Nowhere.x"),
     *("T5Config.vocab_size", "T5Config.num_heads", "T5Config.head_dim"),
     *("T5Config.num_encoder_layers", "T5Config.num_decoder_layers"),
@@ -108,7 +108,7 @@ values = st.recursive(
 # What gin cannot read, or reads as a reference.
 texts = st.one_of(
     st.text("ab@%()[]{}'\",=. 1\n", max_size=8),
-    st.sampled_from(["@HessianTrace", "@HessianTrace()", "[@HessianTrace()]", "%SEED"]),
+    st.sampled_from(["@Trace", "@Trace()", "[@Trace()]", "%SEED"]),
 )
 
 

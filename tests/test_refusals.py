@@ -38,19 +38,26 @@ COMMANDS = {
 }
 EVERY_ANALYSIS = [
     (
-        "MEASUREMENTS=[@HessianTrace]",
-        r"MEASUREMENTS must .*: entry 0 is HessianTrace it",
+        "MEASUREMENTS=[@Trace]",
+        r"MEASUREMENTS must .*: entry 0 is Trace itself",
     ),
-    ("MEASUREMENTS=@HessianTrace()", r"MEASUREMENTS must be a list .*: got HessianTr"),
-    ("MEASUREMENTS='[@HessianTrace()]'", r"MEASUREMENTS must be a list .*type str\)"),
-    ("MEASUREMENTS=[HessianTrace()]", r"--gin.MEASUREMENTS must .* an @ and \(\)"),
-    ("MEASUREMENTS=[@HessianTrace()", r"--gin.MEASUREMENTS must have a value that gin"),
-    ("MEASUREMENTS=[@HesianTrace()]", r"Nothing named 'HesianTrace' is known"),
+    ("MEASUREMENTS=@Trace()", r"MEASUREMENTS must be a list .*: got Trace\("),
+    ("MEASUREMENTS='[@Trace()]'", r"MEASUREMENTS must be a list .*type str\)"),
+    ("MEASUREMENTS=[Trace()]", r"--gin.MEASUREMENTS must .* an @ and \(\)"),
+    ("MEASUREMENTS=[@Trace()", r"--gin.MEASUREMENTS must have a value that gin"),
+    ("MEASUREMENTS=[@HessianTrace()]", r"HessianTrace must be written as Trace, "),
+    ("SampledFisherTrace.kind='x'", r"must be written as sampled_fisher/Trace, "),
     (
-        "HessianTrace.num_probes='8'",
-        r"HessianTrace.num_probes must .*: got '8' \(of ty",
+        "MEASUREMENTS=[@fishr/Trace()]",
+        r"@fishr/\S*Trace\(\) must stand in a scope .*such as fisher: nothing is bound",
     ),
-    ("HessianTrace.num_probes=8.5", r"HessianTrace.num_probes must .*: got 8.5"),
+    ("Trace.matrix='hesian'", r"Trace.matrix must be one of 'hessian', .*: got 'hesia"),
+    ("MEASUREMENTS=[@Trase()]", r"Nothing named 'Trase' is known"),
+    (
+        "Trace.num_probes='8'",
+        r"Trace.num_probes must .*: got '8' \(of ty",
+    ),
+    ("Trace.num_probes=8.5", r"Trace.num_probes must .*: got 8.5"),
     ("NUM_BATCHES='2'", r"NUM_BATCHES must be a whole number of at least 1: got '2'"),
     ("NUM_BATCHES=1.5", r"NUM_BATCHES must be a whole number of at least 1: got 1.5"),
     ("NUM_BATCHES=", r"--gin.NUM_BATCHES must have a value that gin can read"),
@@ -92,19 +99,19 @@ EVERY_ANALYSIS = [
         r"DROPOUT_SEED must be a whole number of at least 0 or None: got -1",
     ),
     (
-        "HessianEigenpairs.max_basis=9",
-        r"HessianEigenpairs.max_basis must be None or at least 10 for 7 pairs and 1 st",
+        "Eigenpairs.max_basis=9",
+        r"Eigenpairs.max_basis must be None or at least 10 for 7 pairs and 1 st",
     ),
     (
-        "HessianEigenpairs.num_largest=0; HessianEigenpairs.num_smallest=0",
-        r"HessianEigenpairs needs num_largest or num_smallest: both are 0",
+        "Eigenpairs.num_largest=0; Eigenpairs.num_smallest=0",
+        r"Eigenpairs needs num_largest or num_smallest: both are 0",
     ),
     (
-        "HessianEigenpairs.group='('",
-        r"HessianEigenpairs.group must be a string that is a regular expression or Non",
+        "Eigenpairs.group='('",
+        r"Eigenpairs.group must be a string that is a regular expression or Non",
     ),
-    ("HessianTrace.name='run'", r"name of a measurement must not be one of"),
-    ("HessianTrace.name='a/b'", r"name of a measurement must be the name of a file"),
+    ("Trace.name='run'", r"name of a measurement must not be one of"),
+    ("Trace.name='a/b'", r"name of a measurement must be the name of a file"),
     (
         "DirectionalDerivatives.eigenvectors_of='x'",
         r"eigenvectors_of must name a measurement before it with save_eig.*: got 'x'",
@@ -148,8 +155,8 @@ CASES = [
     *[("analyze", *case) for case in EVERY_ANALYSIS + LENGTHS],
     (
         "analyze",
-        "OPTIMIZER=None; HessianTrace.preconditioned=True",
-        r"HessianTrace.preconditioned must have the optimizer .*: got OPTIMIZER = None",
+        "OPTIMIZER=None; Trace.preconditioned=True",
+        r"Trace.preconditioned must have the optimizer .*: got OPTIMIZER = None",
     ),
     (
         "analyze",
@@ -165,8 +172,8 @@ CASES = [
 ]
 
 GROUPS = [
-    ("HessianTrace.group='x'", r"whole path of at least one .*'x' matches none of"),
-    ("HessianGroupTraces.groups={'a': 'x'}", r"A group must match .*'x' matches none"),
+    ("Trace.group='x'", r"whole path of at least one .*'x' matches none of"),
+    ("GroupTraces.groups={'a': 'x'}", r"A group must match .*'x' matches none"),
 ]
 OF_T5X = [
     (
@@ -232,7 +239,7 @@ def test_what_does_not_fit_the_network_is_named_before_the_checkpoint_is_read(
     status, said, directory = command(
         name,
         f"--gin.CHECKPOINT_PATH='{tmp_path}/checkpoint_1'",
-        "--gin.MEASUREMENTS=[@HessianTrace(), @HessianGroupTraces()]",
+        "--gin.MEASUREMENTS=[@Trace(), @GroupTraces()]",
         "--gin.NUM_BATCHES=1",
         f"--gin.{binding}",
     )

@@ -7,6 +7,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.analysis.measurements.context import Measurement
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.curvature.vectors import groups
 from t5x_fwdloss.losses import LossSettings
@@ -22,50 +23,44 @@ def check(name: str, measurements: Any) -> None:
 
     Args:
         name: name of the list, as the user writes it.
-        measurements: dataclasses with `name`, `validate` and `run`; where they have
-            `check_settings`, that is called with the measurements before it, to refuse
-            settings that do not go together.
+        measurements: each a `Measurement`.
 
     Raises:
         ValueError: it is no list of at least one measurement, or a setting of one does
             not fit.
     """
-    wanted = "a list of at least one measurement, such as [@HessianTrace()] in gin"
+    wanted = "a list of at least one measurement, such as [@Trace()] in gin"
     if not settings.is_list(measurements) or not len(measurements):
         raise ValueError(
             f"{name} must be {wanted}: got {settings.shown(measurements)}."
         )
     for number, measurement in enumerate(measurements):
-        measures = all(hasattr(measurement, x) for x in ("name", "validate", "run"))
-        if isinstance(measurement, type) or not measures:
+        if isinstance(measurement, type) or not isinstance(measurement, Measurement):
             raise ValueError(
                 f"{name} must be {wanted}: entry {number} is "
                 f"{settings.shown(measurement)}."
             )
         settings.check_fields(measurement)
-        if hasattr(measurement, "check_settings"):
-            measurement.check_settings(measurements[:number])
+        measurement.check_settings(measurements[:number])
     check_names([measurement.name for measurement in measurements])
 
 
-def check_groups(measurements: Sequence[Any], params: PyTree) -> None:
+def check_groups(measurements: Sequence[Measurement], params: PyTree) -> None:
     """Refuse patterns of groups that match no parameter; compiles nothing.
 
     Args:
-        measurements: some have a `group`, or `groups` by name.
+        measurements: some have `patterns_of_groups`.
         params: the parameters, or their shapes.
 
     `ValueError` names the first pattern that matches none.
     """
     for measurement in measurements:
-        named = getattr(measurement, "groups", None) or {}
-        for pattern in [getattr(measurement, "group", None), *named.values()]:
-            if pattern is not None:
-                groups.group_mask(params, pattern)
+        for pattern in measurement.patterns_of_groups:
+            groups.group_mask(params, pattern)
 
 
 def check_forward_mode(
-    measurements: Sequence[Any], loss_settings: LossSettings
+    measurements: Sequence[Measurement], loss_settings: LossSettings
 ) -> None:
     """Refuse a loss without forward mode where a measurement cannot do without.
 
@@ -79,7 +74,7 @@ def check_forward_mode(
     if loss_settings.implementation.has_forward_mode:
         return
     for measurement in measurements:
-        if getattr(measurement, "needs_forward_mode", False):
+        if measurement.needs_forward_mode:
             raise preflight.PreflightError(preflight.no_forward_loss(measurement.name))
 
 

@@ -76,7 +76,7 @@ class MeasurementResult:
 
     Attributes:
         name: the measurement's name, unique in its run.
-        kind: the measurement's class, which chooses the plots.
+        kind: the measurement's class.
         settings: the measurement's constructor arguments.
         numbers: the numbers by name, in the order of the report.
         arrays: what goes beside them into the .npz file.
@@ -122,6 +122,7 @@ def result_to_json(result: MeasurementResult) -> dict[str, Any]:
     found = to_json(dataclasses.replace(result, arrays={}))
     found.pop("arrays")
     return found | {
+        "matrix": result.settings.get("matrix"),
         "arrays_sha256": arrays_digest(result.arrays),
         "converged": result.converged,
         "status": "finished",

@@ -126,8 +126,10 @@ def run_analysis(
     for measurement in measurements:
         measurement.validate(context)
         # What the later ones may read.
-        count = getattr(measurement, "num_vectors", 0)
-        context.vectors = {**context.vectors, measurement.name: count}
+        context.vectors = {
+            **context.vectors,
+            measurement.name: measurement.num_vectors,
+        }
     fingerprint = identity.of_settings(
         objective,
         measurements,
@@ -139,7 +141,7 @@ def run_analysis(
     fingerprint |= identity.of_preconditioner(context.loaded_preconditioner)
     folder.check(fingerprint)
     _check_parameters(context)
-    needing = [m.name for m in measurements if getattr(m, "needs_forward_mode", False)]
+    needing = [m.name for m in measurements if m.needs_forward_mode]
     forward = preflight.has_forward_mode(
         objective, context.params, "".join(needing[:1])
     )
@@ -190,7 +192,8 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
     document["model"] = model
     document["num_labels_outside_vocabulary"] = labels_outside
     document["seconds"] = time.monotonic() - start
-    return _finish(folder, document, outcomes, host)
+    plots = {m.name: m.plots() for m in measurements}
+    return _finish(folder, document, outcomes, plots, host)
 
 
 def _finished_before(folder, document, names) -> int:
@@ -305,15 +308,16 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
 
 def _entry(outcome) -> dict[str, Any]:
     if isinstance(outcome, Failure):
-        return to_json(outcome) | {"status": "failed"}
+        matrix = outcome.settings.get("matrix")
+        return to_json(outcome) | {"matrix": matrix, "status": "failed"}
     return result_to_json(outcome)
 
 
-def _finish(folder, document, outcomes, host) -> int:
+def _finish(folder, document, outcomes, plots, host) -> int:
     results = [x for x in outcomes if isinstance(x, MeasurementResult)]
     failures = [x for x in outcomes if isinstance(x, Failure)]
     if host.primary:
-        text = page.render(document, results)
+        text = page.render(document, results, plots)
         other = {"report.html": text.encode(), "config.gin": host.config_text.encode()}
         events.write(folder.path, results, host.step or 0)
         folder.complete(document, other)

@@ -70,6 +70,14 @@ Path = Annotated[
     str | os.PathLike, Rule("that is not empty", lambda x: bool(os.fspath(x).strip()))
 ]
 
+# Of a setting that may be given as None, and is filled in when its instance is made: type
+# checkers see what it is from then on.
+if typing.TYPE_CHECKING:
+    T = typing.TypeVar("T")
+    FilledIn = Annotated[T, None]
+else:
+    FilledIn = typing.Optional
+
 
 def check(name: str, value: Any, kind: Any) -> None:
     """Passes if a value is of the kind that an annotation describes.

@@ -107,6 +107,7 @@ def parse(
             "before the others."
         ) from None
     gin_sentences.check_macros(values.gin_bindings)
+    gin_sentences.check_scopes()
     unset = [f"{name} ({eg})" for name, eg in macros.items() if _unset(name)]
     if unset:
         raise ValueError(

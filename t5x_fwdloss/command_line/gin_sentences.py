@@ -90,6 +90,13 @@ _RULES: Sequence[tuple[str, str]] = (
     ),
 )
 
+# The measurements that had their matrix in their names.
+_MATRIX_IN_NAME = re.compile(
+    r"^(?:No configurable matching|Couldn't resolve selector) .*?((?:\w+\.)*)"
+    r"\b(Hessian|GaussNewton|(?:Sampled|Empirical)?Fisher)"
+    r"(Eigenpairs|Trace|SpectralDensity|GroupTraces|Diagonal)\b"
+)
+
 
 def check_bindings(bindings: Sequence[str]) -> None:
     """Passes if gin can read every binding of the command line.
@@ -109,7 +116,7 @@ def check_bindings(bindings: Sequence[str]) -> None:
                 f"--gin.{name.strip()} must have a value that gin can read: got "
                 f"{value.strip()}; a string needs quotes inside, as in "
                 f"--gin.{name.strip()}=\"'text'\", a measurement an @ and (), as in "
-                "[@HessianTrace()]."
+                "[@Trace()]."
             ) from None
 
 
@@ -133,6 +140,27 @@ def check_macros(bindings: Sequence[str]) -> None:
             f"--gin.{name} must bind a macro that this run reads: it reads no {name}; "
             f"{names}."
         )
+
+
+def check_scopes() -> None:
+    """Passes if every measurement of a matrix stands in a scope that something binds.
+
+    gin takes any scope: in one that is misspelled, a measurement is the Hessian's.
+
+    Raises:
+        ValueError: names the first that does not, and the nearest that does.
+    """
+    text = gin.config_str()
+    bound = re.findall(r"^([\w/]+)/([\w.]+)\.(\w+) =", text, re.M)
+    of_matrices = {name for _, name, setting in bound if setting == "matrix"}
+    for scope, name in re.findall(r"@([\w/]+)/([\w.]+)\(", text):
+        known = [x for x, other, _ in bound if other == name]
+        if name in of_matrices and scope not in known:
+            near = difflib.get_close_matches(scope, known, 1) or sorted(set(known))
+            raise ValueError(
+                f"@{scope}/{name}() must stand in a scope with a setting of its own, "
+                f"such as {', '.join(near)}: nothing is bound in {scope}."
+            )
 
 
 class _Names(config_parser.ParserDelegate):
@@ -160,6 +188,9 @@ def sentence(error: BaseException) -> str:
         )
     message = str(error)
     first = message.strip().split("\n")[0].strip()
+    renamed = _MATRIX_IN_NAME.search(first)
+    if renamed:
+        return _new_name(*renamed.groups()) + f"{_location(message)}."
     for pattern, words in _RULES:
         match = re.search(pattern, first)
         if match:
@@ -173,6 +204,17 @@ def sentence(error: BaseException) -> str:
             f"{made[1]} must have settings that it accepts: got {name}{_gist(message)}"
         )
     return f"{name}{_gist(message)} (--verbosity=1 shows where)"
+
+
+def _new_name(module: str, matrix: str, quantity: str) -> str:
+    scope = re.sub("(?<=[a-z])(?=[A-Z])", "_", matrix).lower()
+    new = (
+        f"{module}{quantity}" if matrix == "Hessian" else f"{scope}/{module}{quantity}"
+    )
+    return (
+        f"{module}{matrix}{quantity} must be written as {new}, the matrix being a setting"
+        f" of {quantity}: @{new}() in the list, {new}.name = ... for a setting"
+    )
 
 
 def _unpackaged_file(error: BaseException) -> str:

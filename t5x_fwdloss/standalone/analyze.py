@@ -143,13 +143,12 @@ def analyze(
 
 def _check_optimizer(optimizer, measurements) -> None:
     for measurement in measurements:
-        for setting in ("preconditioned", "along_preconditioned_gradient"):
-            if getattr(measurement, setting, False) and optimizer is None:
-                raise ValueError(
-                    f"{type(measurement).__name__}.{setting} must have the optimizer of "
-                    "the training: got OPTIMIZER = None; bind it as the training did, "
-                    "such as in t5x_fwdloss/configs/standalone/optimizer.gin."
-                )
+        if measurement.optimizer_setting and optimizer is None:
+            raise ValueError(
+                f"{type(measurement).__name__}.{measurement.optimizer_setting} must have "
+                "the optimizer of the training: got OPTIMIZER = None; bind it as the "
+                "training did, such as in t5x_fwdloss/configs/standalone/optimizer.gin."
+            )
 
 
 if __name__ == "__main__":

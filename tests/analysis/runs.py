@@ -2,10 +2,10 @@
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    HessianEigenpairs,
-    HessianTrace,
+    Eigenpairs,
     HostInfo,
     Objective,
+    Trace,
     run_analysis,
 )
 
@@ -33,8 +33,8 @@ def host(**fields):
 def measurements():
     return [
         DirectionalDerivatives(num_random=1, num_points=3, checkpoints=("/other",)),
-        HessianEigenpairs(num_largest=2, num_smallest=1, max_steps=9, save_every=4),
-        HessianTrace(num_probes=8, block_size=4),
+        Eigenpairs(num_largest=2, num_smallest=1, max_steps=9, save_every=4),
+        Trace(num_probes=8, block_size=4),
     ]
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace
+from t5x_fwdloss.analysis import Eigenpairs, Trace
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.store import checksum
 
@@ -28,8 +28,8 @@ def numbers(objective, params):
     )
     found = {}
     for measurement in (
-        HessianEigenpairs(num_largest=2, num_smallest=0, tolerance=1e-6),
-        HessianTrace(num_probes=4, block_size=2),
+        Eigenpairs(num_largest=2, num_smallest=0, tolerance=1e-6),
+        Trace(num_probes=4, block_size=2),
     ):
         found |= measurement.run(context).numbers
     skipped = ("orthogonality", "num_products")

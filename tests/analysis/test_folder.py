@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import HessianTrace, measurement_list, optimizer
+from t5x_fwdloss.analysis import Trace, measurement_list, optimizer
 from t5x_fwdloss.analysis.store import (
     files,
     folder,
@@ -50,7 +50,7 @@ def of_model(kind):
     return runs.Objective.from_model(model, toy.batches(6))
 
 
-TRACE = [HessianTrace(num_probes=2, block_size=2)]
+TRACE = [Trace(num_probes=2, block_size=2)]
 
 
 def everything_in(path):
@@ -141,7 +141,7 @@ def test_another_optimizer_is_another_run_where_it_preconditions(tmp_path):
         found = optimizer.Preconditioner(diagonal, "adam", **settings)
         return runs.host(load_preconditioner=lambda: found)
 
-    listed = [HessianTrace(num_probes=2, block_size=2, preconditioned=True)]
+    listed = [Trace(num_probes=2, block_size=2, preconditioned=True)]
     runs.run(tmp_path, measurements=listed, host=host(learning_rate=0.1))
     before = everything_in(tmp_path)
     near = host(1 + 1e-6, learning_rate=0.1)  # as on another mesh
@@ -376,7 +376,7 @@ BAD_NAMES += ["a:b", "", None, 5, "x" * 300, "é", "a b"]
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_that_is_no_name_of_a_file_is_refused(tmp_path, name):
-    listed = [HessianTrace(num_probes=2)]
+    listed = [Trace(num_probes=2)]
     object.__setattr__(listed[0], "name", name)  # past the tests' own type checker
     with pytest.raises(
         ValueError, match="name of a measurement must|name must be a str"

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianTrace
+from t5x_fwdloss.analysis import Trace
 from t5x_fwdloss.curvature.products import folding
 
 from . import runs
 
 
 def finished(path, **settings):
-    measurements = [HessianTrace(num_probes=2, block_size=2)]
+    measurements = [Trace(num_probes=2, block_size=2)]
     assert runs.run(path, measurements=measurements, **settings) == 0
     return json.loads((path / "results.json").read_text())
 

@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 from etils import epath
 
-from t5x_fwdloss.analysis.measurements import (
-    Context,
-    HessianDiagonal,
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianSpectralDensity,
-    HessianTrace,
-    SampledFisherTrace,
+from t5x_fwdloss.analysis import (
+    Diagonal,
+    Eigenpairs,
+    GroupTraces,
+    SpectralDensity,
+    Trace,
 )
+from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.report import page
@@ -111,22 +110,20 @@ class DenseContext(Context):
 
 
 MEASUREMENTS = {
-    "hutchinson": HessianTrace(num_probes=4, block_size=2),
-    "sampled": SampledFisherTrace(num_probes=3, block_size=2),
-    "hutch++": HessianTrace(
-        estimator="hutch++", num_probes=2, sketch_size=1, block_size=1
-    ),
-    "xtrace": HessianTrace(estimator="xtrace", num_probes=2, block_size=1),
-    "density": HessianSpectralDensity(num_probes=2, num_steps=2, save_every=2),
-    "eigenpairs": HessianEigenpairs(
+    "hutchinson": Trace(num_probes=4, block_size=2),
+    "sampled": Trace(matrix="sampled_fisher", num_probes=3, block_size=2),
+    "hutch++": Trace(estimator="hutch++", num_probes=2, sketch_size=1, block_size=1),
+    "xtrace": Trace(estimator="xtrace", num_probes=2, block_size=1),
+    "density": SpectralDensity(num_probes=2, num_steps=2, save_every=2),
+    "eigenpairs": Eigenpairs(
         num_largest=1,
         num_smallest=0,
         max_steps=4,
         save_every=2,
         save_eigenvectors=True,
     ),
-    "groups": HessianGroupTraces(num_probes=4, block_size=2),
-    "diagonal": HessianDiagonal(num_probes=4, block_size=2),
+    "groups": GroupTraces(num_probes=4, block_size=2),
+    "diagonal": Diagonal(num_probes=4, block_size=2),
 }
 
 
@@ -147,7 +144,7 @@ def measured(measurement, objective, path):
     )
     found = measurement.run(context)
     arrays = {name: np.asarray(x).tolist() for name, x in found.arrays.items()}
-    leaves_vectors = getattr(measurement, "num_vectors", 0)
+    leaves_vectors = measurement.num_vectors
     vectors = context.saved_vectors(measurement.name) if leaves_vectors else []
     return json.dumps(
         [
@@ -185,7 +182,7 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
     """The folder alone: what is measured and drawn is tested elsewhere."""
     monkeypatch.setattr(preflight, "check_objective", lambda *_, **__: [])
     monkeypatch.setattr(page, "render", lambda *_: "the page")
-    listed = [HessianTrace(num_probes=2, block_size=2)]
+    listed = [Trace(num_probes=2, block_size=2)]
     monkeypatch.setattr(Context, "product", DenseContext.product)
 
     def run(path):

@@ -11,8 +11,8 @@ from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    HessianEigenpairs,
-    HessianTrace,
+    Eigenpairs,
+    Trace,
     measurement_list,
 )
 from t5x_fwdloss.analysis.measurements import Context
@@ -96,7 +96,7 @@ def test_the_model_is_the_loss_up_to_third_order(context):
 
 
 def test_eigenpairs_are_those_of_the_dense_hessian(context, dense):
-    found = HessianEigenpairs(tolerance=1e-8, num_largest=3).run(context)
+    found = Eigenpairs(tolerance=1e-8, num_largest=3).run(context)
     expected = np.linalg.eigvalsh(dense)
     for i in range(3):
         number = found.numbers[f"largest_{i + 1}"]
@@ -109,7 +109,7 @@ def test_eigenpairs_are_those_of_the_dense_hessian(context, dense):
 
 
 def test_pairs_that_do_not_converge_are_a_result_and_say_so(context, dense):
-    found = HessianEigenpairs(max_steps=8, tolerance=1e-8).run(context)
+    found = Eigenpairs(max_steps=8, tolerance=1e-8).run(context)
     assert not found.converged
     assert (
         "Not converged after 8 steps to a relative residual of 1e-08"
@@ -124,7 +124,7 @@ def test_pairs_that_do_not_converge_are_a_result_and_say_so(context, dense):
 
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_the_trace_lies_within_its_error(context, dense, block_size):
-    found = HessianTrace(num_probes=40, block_size=block_size).run(context)
+    found = Trace(num_probes=40, block_size=block_size).run(context)
     number = found.numbers["trace"]
     assert number.count == 40
     # Four standard errors of a seeded draw; and an error that is the true one.
@@ -138,7 +138,7 @@ def test_the_trace_lies_within_its_error(context, dense, block_size):
 
 def test_block_size_does_not_change_the_samples(context):
     samples = [
-        HessianTrace(num_probes=5, block_size=size).run(context).arrays["samples"]
+        Trace(num_probes=5, block_size=size).run(context).arrays["samples"]
         for size in (1, 4)
     ]
     np.testing.assert_allclose(*samples, rtol=1e-12)
@@ -146,7 +146,7 @@ def test_block_size_does_not_change_the_samples(context):
 
 def test_a_name_of_its_own_gives_other_random_numbers(context):
     samples = [
-        HessianTrace(name=name, num_probes=2).run(context).arrays["samples"]
+        Trace(name=name, num_probes=2).run(context).arrays["samples"]
         for name in ("first", "second")
     ]
     assert not np.isclose(*samples).any()
@@ -158,7 +158,7 @@ BAD = {
         "needs a direction: got along_gradient=False, num_random=0, no eigenvectors and no checkpoints",
     ),
     "no pairs": (
-        HessianEigenpairs(num_largest=0, num_smallest=0),
+        Eigenpairs(num_largest=0, num_smallest=0),
         "needs num_largest or num_smallest: both are 0",
     ),
 }

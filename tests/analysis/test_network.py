@@ -6,7 +6,7 @@ import pytest
 from etils import epath
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace, Objective
+from t5x_fwdloss.analysis import Eigenpairs, Objective, Trace
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.objective import preflight
 
@@ -55,7 +55,7 @@ def test_every_self_check_passes(objective, params):
 
 
 def test_both_ends_of_the_spectrum_are_found(objective, params, dense, tmp_path):
-    found = HessianEigenpairs(
+    found = Eigenpairs(
         num_largest=3, num_smallest=2, tolerance=1e-4, max_steps=120
     ).run(context(objective, params, tmp_path))
     expected = np.linalg.eigvalsh(dense)
@@ -70,6 +70,6 @@ def test_both_ends_of_the_spectrum_are_found(objective, params, dense, tmp_path)
 
 
 def test_the_trace_lies_within_four_standard_errors(objective, params, dense, tmp_path):
-    found = HessianTrace(num_probes=60, block_size=1)
+    found = Trace(num_probes=60, block_size=1)
     number = found.run(context(objective, params, tmp_path)).numbers["trace"]
     assert abs(number.value - np.trace(dense)) <= 4 * number.error

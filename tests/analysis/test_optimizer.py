@@ -10,7 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 from moving_parameters import draw, wide
 
-from t5x_fwdloss.analysis import HessianEigenpairs, HostInfo, optimizer, run_analysis
+from t5x_fwdloss.analysis import Eigenpairs, HostInfo, optimizer, run_analysis
 
 from . import toy
 
@@ -249,7 +249,7 @@ def test_results_hold_the_preconditioned_eigenvalues_and_their_threshold(
     trained, tmp_path
 ):
     objective, params, host, moment = trained
-    measurement = HessianEigenpairs(preconditioned=True, num_largest=2, tolerance=1e-5)
+    measurement = Eigenpairs(preconditioned=True, num_largest=2, tolerance=1e-5)
     run_analysis(
         objective, params, measurements=[measurement], output_dir=tmp_path, host=host
     )
@@ -283,7 +283,7 @@ def test_a_group_that_is_not_trained_is_refused_before_anything_is_measured(
             transform.update, transform.init(params), params
         )
     )
-    whole = HessianEigenpairs(preconditioned=True, num_largest=1, num_smallest=0)
+    whole = Eigenpairs(preconditioned=True, num_largest=1, num_smallest=0)
     run_analysis(
         objective,
         params,
@@ -300,7 +300,7 @@ def test_a_group_that_is_not_trained_is_refused_before_anything_is_measured(
         expected, rel=1e-4
     )
     assert any("trains 12 of 16 parameters" in note for note in measured["notes"])
-    frozen = HessianEigenpairs(preconditioned=True, group="dense/bias")
+    frozen = Eigenpairs(preconditioned=True, group="dense/bias")
     with pytest.raises(
         ValueError, match="'dense/bias' holds none, and it trains dense/k"
     ):

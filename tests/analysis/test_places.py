@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from t5x_fwdloss.analysis import HessianEigenpairs, HessianTrace
+from t5x_fwdloss.analysis import Eigenpairs, Trace
 from t5x_fwdloss.analysis.measurements import Context
 
 from . import runs, toy
@@ -42,7 +42,7 @@ def values_of(found, end):
 def test_multiplicities_are_listed_in_their_places(measured):
     found = measured(
         np.repeat([1.0, 2.0, 7.0], [4, 9, 3]),
-        HessianEigenpairs(num_largest=5, num_smallest=2),
+        Eigenpairs(num_largest=5, num_smallest=2),
     )
     largest, smallest = values_of(found, "largest"), values_of(found, "smallest")
     np.testing.assert_allclose(
@@ -57,7 +57,7 @@ def test_multiplicities_are_listed_in_their_places(measured):
 def test_places_left_open_are_not_converged_and_named(measured):
     found = measured(
         np.repeat([1.0, 2.0, 7.0], [4, 9, 3]),
-        HessianEigenpairs(num_largest=3, num_smallest=0, max_steps=3),
+        Eigenpairs(num_largest=3, num_smallest=0, max_steps=3),
     )
     values = [x["value"] for x in values_of(found, "largest")]
     np.testing.assert_allclose(values, [7, 2, 1], rtol=1e-5)
@@ -74,7 +74,7 @@ def test_places_left_open_are_not_converged_and_named(measured):
 def test_the_small_end_is_converged_by_its_own_magnitude(measured, tmp_path):
     eigenvalues = np.r_[1000.0, 300, 90, 30, 9, np.linspace(-0.2, 0.2, 10), -0.5]
     settings = {"num_largest": 2, "num_smallest": 2, "tolerance": 1e-2}
-    found = measured(eigenvalues, HessianEigenpairs(**settings, max_steps=7))
+    found = measured(eigenvalues, Eigenpairs(**settings, max_steps=7))
     with np.load(tmp_path / "run" / "hessian_eigenpairs.npz") as arrays:
         allowed = arrays["allowed"]
     ends = values_of(found, "largest") + values_of(found, "smallest")
@@ -92,7 +92,7 @@ def test_the_small_end_is_converged_by_its_own_magnitude(measured, tmp_path):
 def test_a_dominated_trace_has_an_interval_with_a_longer_side(measured, tmp_path):
     eigenvalues = np.r_[1000.0, np.full(SIZE - 1, 0.01)]
     settings = {"num_probes": 8, "block_size": 1, "kind": "normal"}
-    found = measured(eigenvalues, HessianTrace(**settings))
+    found = measured(eigenvalues, Trace(**settings))
     with np.load(tmp_path / "run" / "hessian_trace.npz") as arrays:
         skewness = scipy.stats.skew(arrays["samples"], bias=False)
     assert skewness > 1

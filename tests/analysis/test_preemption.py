@@ -7,12 +7,12 @@ import pytest
 import stops
 
 from t5x_fwdloss.analysis import (
-    HessianDiagonal,
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianSpectralDensity,
-    HessianTrace,
+    Diagonal,
+    Eigenpairs,
+    GroupTraces,
     LossComparison,
+    SpectralDensity,
+    Trace,
     preemption,
 )
 
@@ -20,12 +20,12 @@ from . import runs
 
 # None is due to be saved before it ends: what is found later was saved on leaving.
 MEASUREMENTS = [
-    HessianEigenpairs(num_largest=1, num_smallest=0, max_steps=6, save_every=100),
-    HessianSpectralDensity(num_probes=2, num_steps=3, save_every=100),
-    HessianTrace(num_probes=4, block_size=2),
-    HessianTrace(name="xtrace", num_probes=2, estimator="xtrace"),
-    HessianGroupTraces(num_probes=2, block_size=1),
-    HessianDiagonal(num_probes=2, block_size=1),
+    Eigenpairs(num_largest=1, num_smallest=0, max_steps=6, save_every=100),
+    SpectralDensity(num_probes=2, num_steps=3, save_every=100),
+    Trace(num_probes=4, block_size=2),
+    Trace(name="xtrace", num_probes=2, estimator="xtrace"),
+    GroupTraces(num_probes=2, block_size=1),
+    Diagonal(num_probes=2, block_size=1),
     LossComparison(num_rounds=0),
 ]
 

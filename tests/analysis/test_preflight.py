@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianTrace, Objective, PreflightError
+from t5x_fwdloss.analysis import Objective, PreflightError, Trace
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.objective.normalization import Normalizer
 
@@ -193,8 +193,8 @@ def test_a_group_of_no_parameters_is_refused_before_the_optimizer_is_read(tmp_pa
         raise AssertionError("read")
 
     measurements = [
-        HessianTrace(preconditioned=True),
-        HessianTrace(name="of_a_group", group="nothing"),
+        Trace(preconditioned=True),
+        Trace(name="of_a_group", group="nothing"),
     ]
     host = runs.host(load_preconditioner=load)
     with pytest.raises(ValueError, match="'nothing' matches none of 2"):

@@ -9,19 +9,15 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss.analysis import (
-    EmpiricalFisherTrace,
-    FisherTrace,
-    GaussNewtonEigenpairs,
-    GaussNewtonTrace,
-    HessianTrace,
+    Eigenpairs,
     PreflightError,
-    SampledFisherTrace,
+    Trace,
 )
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 
 from . import runs, toy
 
-TRACES = (GaussNewtonTrace, FisherTrace, SampledFisherTrace, EmpiricalFisherTrace)
+SEMIDEFINITE = ("gauss_newton", "fisher", "sampled_fisher", "empirical_fisher")
 
 
 def wrong_for_the_third(monkeypatch):
@@ -34,9 +30,9 @@ def wrong_for_the_third(monkeypatch):
     monkeypatch.setattr(MatrixProduct, "stacked", wrong)
 
 
-@pytest.mark.parametrize("kind", [HessianTrace, *TRACES])
+@pytest.mark.parametrize("matrix", ["hessian", *SEMIDEFINITE])
 def test_stacked_products_are_compared_before_they_are_used(
-    kind, monkeypatch, tmp_path
+    matrix, monkeypatch, tmp_path
 ):
     wrong_for_the_third(monkeypatch)
     message = (
@@ -44,20 +40,19 @@ def test_stacked_products_are_compared_before_they_are_used(
         r"the environment variable XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=, "
         r"or block_size = 1\."
     )
+    measurements = [Trace(matrix=matrix, num_probes=4, block_size=4)]
     with pytest.raises(PreflightError, match=message):
-        runs.run(tmp_path / "four", measurements=[kind(num_probes=4, block_size=4)])
+        runs.run(tmp_path / "four", measurements=measurements)
 
 
 def test_single_products_need_no_comparison(monkeypatch, tmp_path):
     wrong_for_the_third(monkeypatch)
-    measurements = [HessianTrace(num_probes=4, block_size=1)]
+    measurements = [Trace(num_probes=4, block_size=1)]
     assert runs.run(tmp_path / "one", measurements=measurements) == 0
 
 
 def test_the_comparison_is_reported_once_a_matrix(tmp_path):
-    measurements = [
-        HessianTrace(name=name, num_probes=4, block_size=4) for name in ("a", "b")
-    ]
+    measurements = [Trace(name=name, num_probes=4, block_size=4) for name in ("a", "b")]
     assert runs.run(tmp_path, measurements=measurements) == 0
     document = json.loads((tmp_path / "results.json").read_text())
     (check,) = [c for c in document["preflight"] if "one by one" in c["name"]]
@@ -79,16 +74,17 @@ def with_negated(objective, matrix):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-@pytest.mark.parametrize("kind", TRACES)
+@pytest.mark.parametrize("matrix", SEMIDEFINITE)
 def test_a_semidefinite_matrix_with_a_negative_form_is_stopped(
-    kind, block_size, tmp_path
+    matrix, block_size, tmp_path
 ):
-    objective = with_negated(runs.objective(z_loss=0.01), kind.matrix)
-    measurements = [kind(num_probes=4, block_size=block_size)]
+    objective = with_negated(runs.objective(z_loss=0.01), matrix)
+    measurements = [Trace(matrix=matrix, num_probes=4, block_size=block_size)]
     assert runs.run(tmp_path, objective=objective, measurements=measurements) == 1
     document = json.loads((tmp_path / "results.json").read_text())
     assert document["status"] == "failed"
     (entry,) = document["measurements"]
+    assert entry["matrix"] == matrix
     assert (
         "must not be negative along any vector, being positive semi"
         in (entry["reason"])
@@ -98,7 +94,7 @@ def test_a_semidefinite_matrix_with_a_negative_form_is_stopped(
 
 def test_what_may_be_negative_is_not_stopped(tmp_path):
     objective = with_negated(runs.objective(), "hessian")
-    measurements = [HessianTrace(num_probes=4)]
+    measurements = [Trace(num_probes=4)]
     assert runs.run(tmp_path, objective=objective, measurements=measurements) == 0
 
 
@@ -111,7 +107,7 @@ def test_gauss_newton_of_a_loss_that_is_not_convex_is_not_stopped(tmp_path):
         tmp_path,
         objective=objective,
         params=params,
-        measurements=[GaussNewtonTrace(num_probes=4)],
+        measurements=[Trace(matrix="gauss_newton", num_probes=4)],
     )
     assert status == 0
     document = json.loads((tmp_path / "results.json").read_text())
@@ -124,7 +120,7 @@ def test_gauss_newton_of_a_loss_that_is_not_convex_is_not_stopped(tmp_path):
 def test_a_null_space_is_not_taken_for_negative(tmp_path):
     """Every row of logits may be shifted: rounding decides the sign there."""
     measurements = [
-        GaussNewtonEigenpairs(num_largest=2, num_smallest=4, max_steps=30),
+        Eigenpairs(matrix="gauss_newton", num_largest=2, num_smallest=4, max_steps=30),
     ]
     objective = runs.objective()
     assert runs.run(tmp_path, objective=objective, measurements=measurements) == 0

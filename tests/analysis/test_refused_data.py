@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss.analysis import (
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianTrace,
+    Eigenpairs,
+    GroupTraces,
     Objective,
+    Trace,
 )
 from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
@@ -23,7 +23,7 @@ from t5x_fwdloss.curvature.vectors import groups
 
 from . import runs, toy
 
-QUICK = [HessianTrace(num_probes=2)]
+QUICK = [Trace(num_probes=2)]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -179,7 +179,7 @@ def test_a_model_without_a_loss_of_ours_is_refused():
 
 def test_groups_whose_names_differ_in_a_sign_keep_their_numbers(tmp_path):
     given = {"a/b": "dense/bias", "a.b": "dense/kernel", "c/d": ".*"}
-    found = HessianGroupTraces(groups=given, num_probes=2)
+    found = GroupTraces(groups=given, num_probes=2)
     assert runs.run(tmp_path, measurements=[found]) == 0
     (measured,) = json.loads((tmp_path / "results.json").read_text())["measurements"]
     sizes = {
@@ -210,8 +210,8 @@ def test_a_pattern_of_exponential_time_is_refused(pattern, monkeypatch):
 def test_a_pattern_that_is_none_is_refused_in_every_measurement(tmp_path):
     for pattern in ("(", "[", "*", "(?P<x>a)(?P<x>b)", "(" * 3000):
         for measurement in (
-            HessianEigenpairs(group=pattern),
-            HessianGroupTraces(groups={"all": pattern}),
+            Eigenpairs(group=pattern),
+            GroupTraces(groups={"all": pattern}),
         ):
             with pytest.raises(
                 ValueError, match="must be a string that is a regular expression"

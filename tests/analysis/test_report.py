@@ -85,7 +85,7 @@ def test_every_color_of_a_figure_is_one_of_the_page(page):
 
 def test_text_in_the_report_is_escaped(finished_run):
     document = json.loads((finished_run / "results.json").read_text())
-    found = render(document | {"checkpoint": "<b>&$x"}, [])
+    found = render(document | {"checkpoint": "<b>&$x"}, [], {})
     assert "&lt;b&gt;&amp;$x" in found
     assert "<b>&" not in found
 
@@ -211,7 +211,7 @@ def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
     results = [
         result_from_json(x, {}) for x in document["measurements"] if "numbers" in x
     ]
-    found = render(document, [])
+    found = render(document, [], {})
     head = html.unescape(text_of(found, "<header>", "</header>"))
     for words in (
         document["model"]["class"],
@@ -253,9 +253,9 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
     good = {"good": numbers["good"], "a/share": numbers["a/share"]}
     closed = MeasurementResult("closed", "M", {}, good)
     assert result_to_json(closed)["converged"]
-    page = render(document, [result, closed])
+    page = render(document, [result, closed], {})
     assert "Not converged in part: open.<" in page
-    assert "All measurements converged.<" in render(document, [closed])
+    assert "All measurements converged.<" in render(document, [closed], {})
     assert rows_of(page, "<h2>In short", "</section>")[1:] == [
         f"Open good 0.5 ± 0.1 {unit}",
         f"bad 2 ± 0.25 {unit} not converged",
@@ -276,7 +276,7 @@ def test_an_interval_has_the_digits_of_its_value(finished_run):
     document = json.loads((finished_run / "results.json").read_text())
     number = Number(1050.4, "1", 0.02, "residual", interval=(1050.38, 1050.42))
     result = MeasurementResult("m", "M", {}, {"trace": number})
-    page = render(document, [result])
+    page = render(document, [result], {})
     (row,) = rows_of(page, "<section id='measurement-m'", "</section>")[1:]
     assert row == "trace 1050.4 ± 0.02 [1050.38, 1050.42] residual"
 
@@ -327,7 +327,7 @@ def test_the_facts_are_those_of_the_results(page, finished_run):
     }
     other["normalizer"] = document["normalizer"] | {"W": 12345.678}
     other["environment"] = machine | {"mesh": {"data": 2}, "num_processes": 8}
-    found = facts(render(other, []))
+    found = facts(render(other, [], {}))
     assert found["Step"] == DASH
     assert found["Data"].endswith(
         "count, 1,234 of them labels outside of the vocabulary"

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss.analysis import (
+    Diagonal,
     DirectionalDerivatives,
-    HessianDiagonal,
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianSpectralDensity,
-    HessianTrace,
+    Eigenpairs,
+    GroupTraces,
     HostInfo,
     Objective,
+    SpectralDensity,
+    Trace,
     run_analysis,
 )
 from t5x_fwdloss.analysis.measurements.rounding import FACTOR, Rounding, setting_of
@@ -47,11 +47,11 @@ def measurements():
     few = {"num_probes": 4, "block_size": 2}
     return [
         DirectionalDerivatives(num_random=SEEDS, num_points=0),
-        HessianEigenpairs(num_largest=3, num_smallest=1, max_steps=60),
-        HessianTrace(**few, relative_error=1e-6),
-        HessianSpectralDensity(num_probes=2, num_steps=8),
-        HessianGroupTraces(groups=GROUPS, **few),
-        HessianDiagonal(**few),
+        Eigenpairs(num_largest=3, num_smallest=1, max_steps=60),
+        Trace(**few, relative_error=1e-6),
+        SpectralDensity(num_probes=2, num_steps=8),
+        GroupTraces(groups=GROUPS, **few),
+        Diagonal(**few),
     ]
 
 

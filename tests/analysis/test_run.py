@@ -14,10 +14,10 @@ import pytest
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    HessianEigenpairs,
-    HessianTrace,
+    Eigenpairs,
     Objective,
     PreflightError,
+    Trace,
 )
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.store import files, saved_state
@@ -71,6 +71,8 @@ def test_results_say_what_every_number_is(finished_run):
         assert document["environment"]["versions"][name] == module.__version__
     assert set(document["environment"]["versions"]) >= {"jaxlib", "flax"}
     assert len(document["batches_hash"]) == 64
+    matrices = [measurement["matrix"] for measurement in document["measurements"]]
+    assert matrices == [None, "hessian", "hessian"]
     for measurement in document["measurements"]:
         assert measurement["seconds"] > 0
         for number in measurement["numbers"].values():
@@ -85,7 +87,7 @@ def test_results_say_which_parameters_were_given(tmp_path):
     params = toy.parameters()
     params["dense"]["kernel"] = params["dense"]["kernel"].astype(jnp.bfloat16)
     params["step"] = jnp.asarray(3)
-    listed = [HessianTrace(num_probes=2, block_size=1)]
+    listed = [Trace(num_probes=2, block_size=1)]
     assert runs.run(tmp_path, params=params, measurements=listed) == 0
     document = strict_json(tmp_path)
     assert document["parameters_left_out"] == ["step"]
@@ -137,7 +139,7 @@ def test_the_same_run_again_changes_nothing(finished_run, monkeypatch):
         raise AssertionError("measured again")
 
     before = numbers_of(finished_run)
-    for kind in (DirectionalDerivatives, HessianEigenpairs, HessianTrace):
+    for kind in (DirectionalDerivatives, Eigenpairs, Trace):
         monkeypatch.setattr(kind, "run", refuse)
     assert runs.run(finished_run) == 0
     assert numbers_of(finished_run) == before
@@ -149,7 +151,7 @@ OTHER_RUNS = {
     "checkpoint": ({"host": runs.host(checkpoint="/x")}, "checkpoint there is .*'/x'"),
     "loss": ({"objective": runs.objective(z_loss=0.5)}, "loss there is"),
     "data": ({"objective": runs.objective(toy.batches(6, seed=9))}, "batches there is"),
-    "settings": ({"measurements": [HessianTrace()]}, "measurements there is"),
+    "settings": ({"measurements": [Trace()]}, "measurements there is"),
 }
 
 
@@ -273,12 +275,12 @@ def test_a_process_that_is_stopped_leaves_a_folder_that_goes_on(
 
 
 def test_a_nan_stops_its_measurement_and_keeps_the_others(tmp_path, capsys):
-    class Breaks(HessianTrace):
+    class Breaks(Trace):
         def run(self, context):
             dense = context.params["dense"] | {"kernel": jnp.full((3, 4), jnp.nan)}
             return super().run(dataclasses.replace(context, params={"dense": dense}))
 
-    broken = [Breaks(name="broken", num_probes=4), HessianTrace(num_probes=4)]
+    broken = [Breaks(name="broken", num_probes=4), Trace(num_probes=4)]
     assert runs.run(tmp_path, measurements=broken) == 1
     document = strict_json(tmp_path)
     assert document["status"] == "failed"
@@ -304,19 +306,19 @@ def test_the_stock_loss_is_refused_before_anything_is_compiled(tmp_path):
     with pytest.raises(PreflightError, match="directional_derivatives needs a loss"):
         runs.run(tmp_path, objective=objective)
     assert not objective.num_traces
-    only_trace = [HessianTrace(num_probes=2, block_size=2)]
+    only_trace = [Trace(num_probes=2, block_size=2)]
     assert runs.run(tmp_path / "b", objective=objective, measurements=only_trace) == 0
 
 
 def test_measurements_need_names_of_their_own(tmp_path):
-    listed = [HessianTrace(name=name) for name in ("a", "a")]
+    listed = [Trace(name=name) for name in ("a", "a")]
     with pytest.raises(ValueError, match="each with its own name: got"):
         runs.run(tmp_path, measurements=listed)
 
 
 def test_bad_settings_are_refused_before_anything_is_compiled_or_written(tmp_path):
     objective = runs.objective()
-    listed = [HessianTrace(), HessianEigenpairs(max_steps=0)]
+    listed = [Trace(), Eigenpairs(max_steps=0)]
     with pytest.raises(ValueError, match="max_steps must be .* at least 1"):
         runs.run(tmp_path / "new", objective=objective, measurements=listed)
     assert not objective.num_traces
@@ -324,7 +326,7 @@ def test_bad_settings_are_refused_before_anything_is_compiled_or_written(tmp_pat
 
 
 def test_another_process_writes_nothing(tmp_path):
-    listed = [HessianTrace(num_probes=2, block_size=2)]
+    listed = [Trace(num_probes=2, block_size=2)]
     assert (
         runs.run(tmp_path, host=runs.host(is_primary=False), measurements=listed) == 0
     )

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianTrace
+from t5x_fwdloss.analysis import Trace
 from t5x_fwdloss.analysis.store import files, records, vector_store
 
 from . import runs
 
-TRACE = [HessianTrace(num_probes=2, block_size=2)]
+TRACE = [Trace(num_probes=2, block_size=2)]
 
 
 def test_a_record_with_another_number_is_refused(tmp_path):

@@ -16,20 +16,19 @@ import pytest
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianTrace,
+    Eigenpairs,
+    GroupTraces,
     LossComparison,
+    Trace,
     settings,
 )
-from t5x_fwdloss.analysis import measurements as measurements_lib
 from t5x_fwdloss.analysis.objective import preflight
 
 from . import runs
 
 MEASUREMENTS = [
     kind
-    for kind in vars(measurements_lib).values()
+    for kind in vars(analysis).values()
     if dataclasses.is_dataclass(kind) and hasattr(kind, "validate")
 ]
 NOT_WHOLE = ["8", 8.5, 8.0, np.float32(8), None, True, math.nan, -1, 10**30, [8], b"8"]
@@ -54,11 +53,14 @@ OUT_OF_RANGE = {
 }
 
 
-def wrong_values(field):
+def wrong_values(kind, field):
     if field.name in OTHERS:
         return OTHERS[field.name]
     by_type = {int: NOT_WHOLE, float: NOT_NUMBERS, bool: NOT_BOOLS, str: NOT_STRINGS}
-    return by_type[type(field.default)] + OUT_OF_RANGE.get(field.name, [])
+    wrong = by_type[type(getattr(kind(), field.name))]
+    if field.default is None:  # and then filled in
+        wrong = [value for value in wrong if value is not None]
+    return wrong + OUT_OF_RANGE.get(field.name, [])
 
 
 def changed(measurement: Any, **values):
@@ -72,7 +74,7 @@ def changed(measurement: Any, **values):
 def test_every_setting_is_checked_and_named(kind):
     settings.check_fields(kind())
     for field in dataclasses.fields(kind):
-        for value in wrong_values(field):
+        for value in wrong_values(kind, field):
             with pytest.raises(ValueError, match=" must be ") as refused:
                 settings.check_fields(changed(kind(), **{field.name: value}))
             said = str(refused.value)
@@ -83,7 +85,7 @@ def test_every_setting_is_checked_and_named(kind):
 def test_numpy_s_numbers_and_lists_are_numbers_and_lists():
     settings.check_fields(
         changed(
-            HessianEigenpairs(max_basis=40),
+            Eigenpairs(max_basis=40),
             num_largest=np.int64(3),
             tolerance=np.float32(0.1),
             basis_on_host=np.True_,
@@ -92,53 +94,51 @@ def test_numpy_s_numbers_and_lists_are_numbers_and_lists():
     )
     settings.check_fields(LossComparison(chunk_lengths=[4, 8]))
     settings.check_fields(DirectionalDerivatives(checkpoints=[pathlib.Path("/x")]))
-    settings.check_fields(HessianGroupTraces(groups={"all": ".*"}))
+    settings.check_fields(GroupTraces(groups={"all": ".*"}))
 
 
 SENTENCES = {
     "a string for a number": (
-        HessianTrace,
+        Trace,
         {"num_probes": "8"},
-        "HessianTrace.num_probes must be a whole number of at least 2: "
-        "got '8' (of type str).",
+        "Trace.num_probes must be a whole number of at least 2: got '8' (of type str).",
     ),
     "a float that is whole": (
-        HessianTrace,
+        Trace,
         {"num_probes": 8.0},
-        "HessianTrace.num_probes must be a whole number of at least 2: "
+        "Trace.num_probes must be a whole number of at least 2: "
         "got 8.0 (of type float).",
     ),
     "out of range": (
-        HessianTrace,
+        Trace,
         {"num_probes": 1},
-        "HessianTrace.num_probes must be a whole number of at least 2: got 1.",
+        "Trace.num_probes must be a whole number of at least 2: got 1.",
     ),
     "beyond counting": (
-        HessianTrace,
+        Trace,
         {"num_probes": 2**31},
-        "HessianTrace.num_probes must be a whole number of at most 2147483647: "
+        "Trace.num_probes must be a whole number of at most 2147483647: "
         "got 2147483648.",
     ),
     "no fraction": (
-        HessianEigenpairs,
+        Eigenpairs,
         {"tolerance": 1.0},
-        "HessianEigenpairs.tolerance must be a finite number between 0 and 1: got 1.0.",
+        "Eigenpairs.tolerance must be a finite number between 0 and 1: got 1.0.",
     ),
     "a choice": (
-        HessianTrace,
+        Trace,
         {"kind": "signs"},
-        "HessianTrace.kind must be one of 'rademacher', 'normal': got 'signs'.",
+        "Trace.kind must be one of 'rademacher', 'normal': got 'signs'.",
     ),
     "an optional one": (
-        HessianEigenpairs,
+        Eigenpairs,
         {"max_basis": 0},
-        "HessianEigenpairs.max_basis must be a whole number of at least 1 or None: "
-        "got 0.",
+        "Eigenpairs.max_basis must be a whole number of at least 1 or None: got 0.",
     ),
     "a group": (
-        HessianEigenpairs,
+        Eigenpairs,
         {"group": 5},
-        "HessianEigenpairs.group must be a string that is not empty or None: "
+        "Eigenpairs.group must be a string that is not empty or None: "
         "got 5 (of type int).",
     ),
     "an entry of a list": (
@@ -148,9 +148,9 @@ SENTENCES = {
         "got '16' (of type str).",
     ),
     "an entry of a dictionary": (
-        HessianGroupTraces,
+        GroupTraces,
         {"groups": {"mlp": None}},
-        "HessianGroupTraces.groups['mlp'] must be a string that is not empty: got None.",
+        "GroupTraces.groups['mlp'] must be a string that is not empty: got None.",
     ),
 }
 
@@ -164,17 +164,17 @@ def test_the_sentence_has_name_type_and_range(case):
 
 
 NOT_LISTS = {
-    "no list": (HessianTrace(), "got HessianTrace"),
-    "a string": ("[@HessianTrace()]", "got '[@HessianTrace()]' (of type str)"),
+    "no list": (Trace(), "got Trace"),
+    "a string": ("[@Trace()]", "got '[@Trace()]' (of type str)"),
     "a class": (
-        [HessianTrace],
-        "entry 0 is HessianTrace itself (in gin, @HessianTrace()",
+        [Trace],
+        "entry 0 is Trace itself (in gin, @Trace()",
     ),
-    "the class alone": (HessianTrace, "got HessianTrace itself"),
+    "the class alone": (Trace, "got Trace itself"),
     "nothing": ([], "got []"),
     "None": (None, "got None"),
-    "a name": ([HessianTrace(), "trace"], "entry 1 is 'trace' (of type str)"),
-    "a setting": ([changed(HessianTrace(), name=5)], "HessianTrace.name must be"),
+    "a name": ([Trace(), "trace"], "entry 1 is 'trace' (of type str)"),
+    "a setting": ([changed(Trace(), name=5)], "Trace.name must be"),
 }
 
 
@@ -205,6 +205,6 @@ def test_a_run_refuses_what_is_no_list_of_measurements(case, tmp_path, monkeypat
 def test_a_run_checks_its_own_arguments(name, value, monkeypatch):
     monkeypatch.setattr(preflight, "has_forward_mode", None)
     run = inspect.unwrap(analysis.run_analysis)
-    arguments = {"measurements": [HessianTrace()], "output_dir": "/nowhere"}
+    arguments = {"measurements": [Trace()], "output_dir": "/nowhere"}
     with pytest.raises(ValueError, match=f"^{name} must be .*: got "):
         run(runs.objective(), None, **arguments | {name: value})

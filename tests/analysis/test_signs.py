@@ -10,7 +10,7 @@ import json
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import HessianDiagonal, HessianSpectralDensity
+from t5x_fwdloss.analysis import Diagonal, SpectralDensity
 from t5x_fwdloss.analysis.measurements import Context
 
 from . import runs, toy
@@ -38,7 +38,7 @@ def numbers_of(path, measurement, unused=0):
 @pytest.mark.parametrize("unused", [0, 1])
 def test_a_density_has_no_negative_part_where_the_truth_has_none(tmp_path, unused):
     numbers = numbers_of(
-        tmp_path, HessianSpectralDensity(num_probes=12, num_steps=SIZE), unused
+        tmp_path, SpectralDensity(num_probes=12, num_steps=SIZE), unused
     )
     used = toy.FEATURES + 1 - unused
     zeros = used + unused * toy.CLASSES
@@ -54,7 +54,7 @@ def test_a_density_has_no_negative_part_where_the_truth_has_none(tmp_path, unuse
 
 
 def test_the_diagonals_signs_are_those_beyond_their_errors(tmp_path):
-    numbers = numbers_of(tmp_path, HessianDiagonal(num_probes=64), unused=1)
+    numbers = numbers_of(tmp_path, Diagonal(num_probes=64), unused=1)
     # The true diagonal is positive, and zero for the feature that is switched off.
     assert numbers["dense.kernel/negative_fraction"]["value"] == 0.0
     assert numbers["dense.kernel/zero_fraction"]["value"] == 1 / toy.FEATURES
@@ -74,7 +74,7 @@ def test_few_probes_leave_signs_undecided_and_not_negative(tmp_path, monkeypatch
         product = toy.product_with(matrix)
         monkeypatch.setattr(Context, "product", lambda *_: product)
         settings = {"num_probes": num_probes, "block_size": 1}
-        numbers = numbers_of(path, HessianDiagonal(**settings))
+        numbers = numbers_of(path, Diagonal(**settings))
         # Leaves in order: bias (4 entries), kernel (12).
         return {
             sign: (4 * numbers[f"dense.bias/{sign}_fraction"]["value"])

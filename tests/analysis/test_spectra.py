@@ -9,17 +9,16 @@ from etils import epath
 from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.analysis import (
-    GaussNewtonSpectralDensity,
-    HessianDiagonal,
-    HessianEigenpairs,
-    HessianGroupTraces,
-    HessianSpectralDensity,
+    Diagonal,
+    Eigenpairs,
+    GroupTraces,
     LossComparison,
     Objective,
+    SpectralDensity,
     settings,
 )
 from t5x_fwdloss.analysis.measurements import Context
-from t5x_fwdloss.analysis.report.whole_spectrum_plots import spectral_samples
+from t5x_fwdloss.analysis.measurements.density import spectral_samples
 from t5x_fwdloss.analysis.store import saved_state
 
 from . import runs, tiny_t5, toy
@@ -56,7 +55,7 @@ def dense(context):
 
 
 def test_a_full_krylov_space_gives_the_moments_of_each_probe(context, dense):
-    found = HessianSpectralDensity(num_probes=3, num_steps=SIZE).run(context)
+    found = SpectralDensity(num_probes=3, num_steps=SIZE).run(context)
     samples = spectral_samples(found)
     key = context.key("hessian_spectral_density/probes")
     from t5x_fwdloss.curvature.vectors import probes
@@ -72,7 +71,7 @@ def test_a_full_krylov_space_gives_the_moments_of_each_probe(context, dense):
 
 
 def test_the_density_knows_trace_and_norm(context, dense):
-    found = HessianSpectralDensity(num_probes=12, num_steps=SIZE).run(context)
+    found = SpectralDensity(num_probes=12, num_steps=SIZE).run(context)
     values = np.linalg.eigvalsh(dense)
     expected = {
         "trace": values.sum(),
@@ -86,14 +85,14 @@ def test_the_density_knows_trace_and_norm(context, dense):
 
 def test_gauss_newton_of_a_linear_model_has_the_hessians_density(context):
     settings = {"name": "same", "num_probes": 2, "num_steps": 6}
-    one = HessianSpectralDensity(**settings).run(context)
-    other = GaussNewtonSpectralDensity(**settings).run(context)
+    one = SpectralDensity(**settings).run(context)
+    other = SpectralDensity(matrix="gauss_newton", **settings).run(context)
     for name in ("nodes", "weights"):
         np.testing.assert_allclose(one.arrays[name], other.arrays[name], atol=1e-5)
 
 
 def test_traces_by_group_add_up_and_are_those_of_the_blocks(context, dense):
-    found = HessianGroupTraces(num_probes=32).run(context)
+    found = GroupTraces(num_probes=32).run(context)
     names = {n.rpartition("/")[0] for n in found.numbers if "/" in n}
     assert names == {"dense.bias", "dense.kernel"}
     blocks = {"dense.bias": slice(0, 4), "dense.kernel": slice(4, 16)}
@@ -110,15 +109,15 @@ def test_traces_by_group_add_up_and_are_those_of_the_blocks(context, dense):
 
 
 def test_groups_that_leave_parameters_out_say_so(context):
-    measurement = HessianGroupTraces(groups={"head": "dense/bias"}, num_probes=4)
+    measurement = GroupTraces(groups={"head": "dense/bias"}, num_probes=4)
     found = measurement.run(context)
     assert "1 leaves are in none or in several, such as dense/kernel" in found.notes[0]
     with pytest.raises(ValueError, match=r"'none/.*' matches none"):
-        HessianGroupTraces(groups={"x": "none/.*"}).validate(context)
+        GroupTraces(groups={"x": "none/.*"}).validate(context)
 
 
 def test_the_diagonal_is_within_its_error(context, dense):
-    found = HessianDiagonal(num_probes=64).run(context)
+    found = Diagonal(num_probes=64).run(context)
     diagonal = np.diag(dense)
     parts = {"dense/bias": diagonal[:4], "dense/kernel": diagonal[4:].reshape(3, 4)}
     for name, expected in parts.items():
@@ -130,7 +129,7 @@ def test_the_diagonal_is_within_its_error(context, dense):
 
 
 def test_a_large_diagonal_is_summed_up_and_not_saved(context):
-    assert HessianDiagonal(num_probes=4, max_saved=15).run(context).arrays == {}
+    assert Diagonal(num_probes=4, max_saved=15).run(context).arrays == {}
 
 
 class Killed(BaseException):
@@ -141,11 +140,11 @@ class Killed(BaseException):
     ("measurement", "where"),
     [
         (
-            HessianSpectralDensity(num_probes=2, num_steps=6, save_every=4),
+            SpectralDensity(num_probes=2, num_steps=6, save_every=4),
             (saved_state.SavedState, "save"),
         ),
         (
-            HessianDiagonal(num_probes=6, block_size=2),
+            Diagonal(num_probes=6, block_size=2),
             (saved_state.SavedState, "save"),
         ),
     ],
@@ -179,7 +178,7 @@ def test_a_killed_measurement_goes_on_to_the_same_numbers(
 
 
 def test_the_gradient_lies_wholly_in_a_complete_eigenbasis(context):
-    found = HessianEigenpairs(num_largest=SIZE, num_smallest=0).run(context)
+    found = Eigenpairs(num_largest=SIZE, num_smallest=0).run(context)
     assert found.numbers["gradient_in_largest"].value == pytest.approx(1.0, abs=1e-4)
     cosines = found.arrays["gradient_cosines"]
     assert (cosines**2).sum() == found.numbers["gradient_in_largest"].value

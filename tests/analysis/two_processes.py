@@ -51,11 +51,14 @@ def small(kind, /, **settings):
 def all_measurements():
     """Those of ALL_MEASUREMENTS, and settings that take other paths than the default."""
     root = pathlib.Path(__file__).resolve().parents[2]
-    text = (root / "configs" / "runs" / "analyze.gin").read_text()
+    text = (root / "configs" / "analysis" / "measurements.gin").read_text()
     listed = re.search(r"^ALL_MEASUREMENTS = \[(.*?)^\]", text, re.M | re.S)[1]
-    found = [small(name) for name in re.findall(r"@analysis\.(\w+)\(\)", listed)]
+    found = [
+        small(name, **({"matrix": matrix} if matrix else {}))
+        for matrix, name in re.findall(r"@(?:(\w+)/)?analysis\.(\w+)\(\)", listed)
+    ]
     eigenpairs = small(
-        "HessianEigenpairs",
+        "Eigenpairs",
         name="block",
         group="dense/kernel",
         preconditioned=True,
@@ -64,8 +67,14 @@ def all_measurements():
     )
     return [
         *found,
-        small("HessianTrace", name="xtrace", estimator="xtrace"),
-        small("GaussNewtonTrace", name="hutchpp", estimator="hutch++", sketch_size=2),
+        small("Trace", name="xtrace", estimator="xtrace"),
+        small(
+            "Trace",
+            matrix="gauss_newton",
+            name="hutchpp",
+            estimator="hutch++",
+            sketch_size=2,
+        ),
         eigenpairs,
         small(
             "DirectionalDerivatives",
@@ -162,7 +171,7 @@ def main(output_dir, address=None, count="1", index="0", leave_at=None):
     found = watch()
     measurements = None
     if leave_at is not None:
-        measurements = [small("HessianEigenpairs"), small("HessianSpectralDensity")]
+        measurements = [small("Eigenpairs"), small("SpectralDensity")]
         if index == "1":
             stops.signal_at(int(leave_at))
     status = run(output_dir, mesh, measurements)

@@ -50,6 +50,11 @@ CASES = {
         f"{HEAD}import optax\noptax.adam.beta = 1\n",
         r"optax\.adam has no argument 'beta' \(in \S+mine\.gin, line 3\)",
     ),
+    "a measurement with the matrix in its name": (
+        f"{HEAD}from t5x_fwdloss import analysis\nX = [@analysis.GaussNewtonTrace()]\n",
+        r"^analysis\.GaussNewtonTrace must be written as gauss_newton/analysis\.Trace, .*: "
+        r"@gauss_newton/analysis\.Trace\(\) in the list, .*mine\.gin, line 3\)\.$",
+    ),
     "a file that is not there": (
         "include 'nowhere.gin'\n",
         r"There is no gin file nowhere\.gin",

@@ -25,42 +25,42 @@ VARIANTS = {
     "preconditioned": {"preconditioned": True},
     "all": {"group": f"{GROUP}/.*", "damping": -DAMPING, "preconditioned": True},
 }
-CLASSES = {
-    ("trace", "hessian"): analysis.HessianTrace,
-    ("trace", "gauss_newton"): analysis.GaussNewtonTrace,
-    ("trace", "fisher"): analysis.FisherTrace,
-    ("trace", "sampled_fisher"): analysis.SampledFisherTrace,
-    ("trace", "empirical_fisher"): analysis.EmpiricalFisherTrace,
-    ("eigenpairs", "hessian"): analysis.HessianEigenpairs,
-    ("eigenpairs", "gauss_newton"): analysis.GaussNewtonEigenpairs,
-    ("eigenpairs", "fisher"): analysis.FisherEigenpairs,
-    ("density", "hessian"): analysis.HessianSpectralDensity,
-    ("density", "gauss_newton"): analysis.GaussNewtonSpectralDensity,
-    ("group_traces", "hessian"): analysis.HessianGroupTraces,
-    ("group_traces", "gauss_newton"): analysis.GaussNewtonGroupTraces,
-    ("diagonal", "hessian"): analysis.HessianDiagonal,
+QUANTITIES = {
+    "trace": analysis.Trace,
+    "eigenpairs": analysis.Eigenpairs,
+    "density": analysis.SpectralDensity,
+    "group_traces": analysis.GroupTraces,
+    "diagonal": analysis.Diagonal,
+}
+# The matrices of which a quantity is measured in all variants, and by fresh products;
+# of the others in few: what differs between matrices is the product, tested in traces.
+IN_FULL = {
+    "trace": dense.MATRICES,
+    "eigenpairs": ("hessian", "gauss_newton", "fisher"),
+    "density": ("hessian", "gauss_newton"),
+    "group_traces": ("hessian", "gauss_newton"),
+    "diagonal": ("hessian",),
 }
 NUM_PROBES = {"trace": 5, "group_traces": 5, "diagonal": 5, "density": 3}
 NUM_STEPS, SKETCH_SIZE = 12, 3
 CONFIDENCE = 0.9  # of what is not left at the default
-# Of the products that are differentiated anew: plain, and all settings at once.
-FRESH_VARIANTS = ("whole", "all")
+SIZES = (1, 4)  # of stacks of vectors
+# Plain, and all settings at once.
+FEW_VARIANTS = ("whole", "all")
 # Relative positions that no token has leave it a null space; others have either sign.
 OF_SIGNS = "decoder/relpos_bias"
+# The sampled Fisher matrix has an eigenvalue there that rounding may take for zero.
+WITH_SIGNS = ("hessian", "gauss_newton", "fisher", "empirical_fisher")
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
 
 
 def measurement(quantity, matrix, *labels, **settings):
     """One measurement; its name in the results says which cell it is."""
     name = "-".join((quantity, matrix, *map(str, labels)))
-    return CLASSES[quantity, matrix](name=name, **settings)
+    return QUANTITIES[quantity](name=name, matrix=matrix, **settings)
 
 
-def matrices_of(quantity) -> list[str]:
-    return [matrix for name, matrix in CLASSES if name == quantity]
-
-
-def traces(matrix, variants=VARIANTS):
+def traces(matrix, variants, sizes):
     count = NUM_PROBES["trace"]
     found = [
         measurement(
@@ -74,11 +74,11 @@ def traces(matrix, variants=VARIANTS):
             **VARIANTS[variant],
         )
         for variant in variants
-        for size in (1, 4)
+        for size in sizes
     ]
     for estimator in ("hutch++", "xtrace"):
         for variant in variants:
-            for size in (1, 4) if variant == "whole" else (4,):
+            for size in sizes if variant == "whole" else (4,):
                 found.append(
                     measurement(
                         "trace",
@@ -96,17 +96,17 @@ def traces(matrix, variants=VARIANTS):
     return found
 
 
-def stacked(quantity, matrix):
-    """Traces by group, or the diagonal: one and four vectors at once."""
+def stacked(quantity, matrix, sizes):
+    """Traces by group, or the diagonal, with stacks of these sizes."""
     return [
         measurement(
             quantity, matrix, size, num_probes=NUM_PROBES[quantity], block_size=size
         )
-        for size in (1, 4)
+        for size in sizes
     ]
 
 
-def group_traces(matrix):
+def group_traces(matrix, _, sizes):
     """Traces by layer, and those of one group that is given."""
     given = measurement(
         "group_traces",
@@ -118,10 +118,14 @@ def group_traces(matrix):
         num_probes=NUM_PROBES["group_traces"],
         block_size=4,
     )
-    return [*stacked("group_traces", matrix), given]
+    return [*stacked("group_traces", matrix, sizes), *[given] * (sizes == SIZES)]
 
 
-def eigenpairs(matrix, variants=VARIANTS):
+def diagonals(matrix, _, sizes):
+    return stacked("diagonal", matrix, sizes)
+
+
+def eigenpairs(matrix, variants, _):
     return [
         measurement(
             "eigenpairs",
@@ -137,7 +141,7 @@ def eigenpairs(matrix, variants=VARIANTS):
     ]
 
 
-def densities(matrix, variants=VARIANTS):
+def densities(matrix, variants, _):
     return [
         measurement(
             "density",
@@ -153,24 +157,32 @@ def densities(matrix, variants=VARIANTS):
 
 def signs(matrix):
     """The density of a block with a null space, small enough to find all of it."""
-    return CLASSES["density", matrix](
+    return analysis.SpectralDensity(
         name=f"signs-{matrix}",
+        matrix=matrix,
         num_probes=NUM_PROBES["density"],
         num_steps=NUM_STEPS,
         group=f"{OF_SIGNS}/.*",
     )
 
 
-def all_of(matrix, variants=VARIANTS):
-    """Every measurement of one matrix that has a class."""
-    found = traces(matrix, variants)
-    for quantity, make in (("eigenpairs", eigenpairs), ("density", densities)):
-        if (quantity, matrix) in CLASSES:
-            found += make(matrix, variants)
-    if ("group_traces", matrix) in CLASSES:
-        found += group_traces(matrix)
-    if ("diagonal", matrix) in CLASSES:
-        found += stacked("diagonal", matrix)
+MAKE = {
+    "trace": traces,
+    "eigenpairs": eigenpairs,
+    "density": densities,
+    "group_traces": group_traces,
+    "diagonal": diagonals,
+}
+
+
+def all_of(matrix, *, fresh=False):
+    """The measurements of one matrix; those that are not in full are not made fresh."""
+    found = []
+    for quantity, make in MAKE.items():
+        full = matrix in IN_FULL[quantity]
+        if full or not fresh:
+            variants = VARIANTS if full and not fresh else FEW_VARIANTS
+            found += make(matrix, variants, SIZES if full else SIZES[1:])
     return found
 
 
@@ -199,7 +211,7 @@ def kept_run():
     found = []
     for matrix in dense.MATRICES:
         found += all_of(matrix)
-        if ("density", matrix) in CLASSES:
+        if matrix in WITH_SIGNS:
             found.append(signs(matrix))
         if matrix == "hessian":
             found += directions()
@@ -207,18 +219,24 @@ def kept_run():
 
 
 def fresh_run():
-    """Every class, plain and with all settings, each product differentiated anew."""
-    return [x for matrix in dense.MATRICES for x in all_of(matrix, FRESH_VARIANTS)]
+    """Every quantity, plain and with all settings, each product differentiated anew."""
+    return [x for matrix in dense.MATRICES for x in all_of(matrix, fresh=True)]
 
 
-def table(quantity):
-    """Parametrizes a test over the cells of a quantity, in each run that has them."""
+def table(quantity, *labels):
+    """Parametrizes a test over the cells of a quantity, in each run that has them.
+
+    Args:
+        quantity: its name in `QUANTITIES`.
+        *labels: those of the cells that are wanted; all where there are none.
+    """
     runs = {"kept": kept_run(), "fresh": fresh_run()}
     pairs = [
         (run, cell.name)
         for run, measured in runs.items()
         for cell in measured
         if cell.name.startswith(f"{quantity}-")
+        and labels in ((), tuple(parts(cell.name)[2]))
     ]
     return pytest.mark.parametrize(("run", "name"), pairs, indirect=["run"])
 

@@ -148,11 +148,9 @@ def saved_vectors(run, name, count):
     return np.stack([dense.flat(vector) for vector in found], axis=1)
 
 
-@pytest.mark.parametrize("matrix", cells.matrices_of("eigenpairs"))
-@pytest.mark.parametrize("run", ["kept", "fresh"], indirect=True)
-def test_residuals_are_those_of_the_vectors_that_were_saved(run, truth, matrix):
-    name = f"eigenpairs-{matrix}-whole"
-    entry, dense_matrix = run[name], truth.matrices[matrix]
+@cells.table("eigenpairs", "whole")
+def test_residuals_are_those_of_the_vectors_that_were_saved(run, truth, name):
+    entry, dense_matrix = run[name], truth.matrices[parts(name)[1]]
     values = entry.arrays["eigenvalues"]
     vectors = saved_vectors(run, name, len(values))
     residuals = np.linalg.norm(dense_matrix @ vectors - vectors * values, axis=0)
@@ -296,7 +294,7 @@ def test_traces_by_group(run, truth, name):
 @cells.table("diagonal")
 def test_diagonals(run, truth, name):
     entry = run[name]
-    matrix, count = truth.matrices["hessian"], cells.NUM_PROBES["diagonal"]
+    matrix, count = truth.matrices[parts(name)[1]], cells.NUM_PROBES["diagonal"]
     z = cells.draws(f"{name}/probes", range(count))
     samples = z * (matrix @ z)
     mean = samples.mean(axis=1)

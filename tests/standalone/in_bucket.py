@@ -21,7 +21,7 @@ from . import subjects
 
 DATASET = data.DatasetConfig(tasks.TASK_NAME, {"inputs": 12, "targets": 24}, 8)
 MEASUREMENTS = [
-    analysis.HessianEigenpairs(
+    analysis.Eigenpairs(
         num_largest=1,
         num_smallest=0,
         max_steps=4,
@@ -29,7 +29,7 @@ MEASUREMENTS = [
         save_eigenvectors=True,
         group="decoder/decoder_norm/.*",
     ),
-    analysis.HessianDiagonal(num_probes=2, block_size=1),
+    analysis.Diagonal(num_probes=2, block_size=1),
 ]
 
 

@@ -31,13 +31,12 @@ def arguments(project, checkpoint, name, *more):
 def analyzed(project, checkpoint):
     """One checkpoint on one device, by the real command, and on eight."""
     few = [
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @HessianTrace(), "
-        "@LossComparison()]",
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), @LossComparison()]",
         "--gin.DirectionalDerivatives.num_random=1",
         "--gin.DirectionalDerivatives.along_preconditioned_gradient=True",
         f"--gin.DirectionalDerivatives.checkpoints=['{checkpoint[:-2]}0']",
-        "--gin.HessianTrace.num_probes=2",
-        "--gin.HessianTrace.block_size=2",
+        "--gin.Trace.num_probes=2",
+        "--gin.Trace.block_size=2",
         "--gin.LossComparison.implementations=['custom_vjp', 'custom_jvp']",
         "--gin.LossComparison.chunk_lengths=[8]",
         "--gin.LossComparison.num_rounds=1",
@@ -219,7 +218,7 @@ def assert_sentence(done, message):
 
 
 def test_the_folder_of_another_run_is_refused(project, checkpoint, analyzed):
-    few = ["--gin.MEASUREMENTS=[@HessianTrace()]"]
+    few = ["--gin.MEASUREMENTS=[@Trace()]"]
     done = project.run(
         "t5x_fwdloss.analyze", *arguments(project, checkpoint, "one", *few)
     )

@@ -83,8 +83,8 @@ def test_the_dry_run_trains_and_analyzes_on_two_processes_of_two_devices(
         PYTHON=sys.executable,
         TRAIN_ARGS="--gin.train.eval_steps=2",
         ANALYZE_ARGS="--gin.DirectionalDerivatives.num_random=1 "
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives(),@HessianEigenpairs()] "
-        "--gin.HessianEigenpairs.tolerance=0.3 --gin.HessianEigenpairs.num_largest=1",
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(),@Eigenpairs()] "
+        "--gin.Eigenpairs.tolerance=0.3 --gin.Eigenpairs.num_largest=1",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "analysis" / "results.json").read_text())

@@ -18,7 +18,7 @@ import numpy as np
 
 from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.context import Context, result
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.objective import forward_mode
 from t5x_fwdloss.analysis.objective.function import Objective
@@ -31,7 +31,7 @@ Implementation = Annotated[str, settings.one_of(*losses.IMPLEMENTATIONS)]
 
 
 @dataclasses.dataclass(frozen=True)
-class LossComparison:
+class LossComparison(Measurement):
     """Every implementation of the loss against T5X's own.
 
     Attributes:

@@ -1,10 +1,10 @@
-"""What a measurement is given, and what it must be."""
+"""What a measurement is given, and what a run reads of it."""
 
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from etils import epath
@@ -17,6 +17,7 @@ from t5x_fwdloss.analysis.objective import matrices, preflight
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
@@ -208,17 +209,52 @@ class Context:
 
 @runtime_checkable
 class Measurement(Protocol):
-    """A dataclass of settings that gin can bind, and what it measures."""
+    """A frozen dataclass of settings that gin can bind, and what it measures.
+
+    A measurement inherits from it; what is said here holds where it says nothing else.
+    Its settings are checked by their annotations (`t5x_fwdloss.analysis.settings`), and
+    are part of the run's identity, as is the name of its class.
+
+    Attributes:
+        name: its name in the results and of its files, unlike all others of a run.
+        needs_forward_mode: whether the loss must have forward mode.
+    """
 
     name: str
+    needs_forward_mode: ClassVar[bool] = False
+
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors it leaves in the output folder, at most."""
+        return 0
+
+    @property
+    def optimizer_setting(self) -> str:
+        """The setting that needs the state of the checkpoint's optimizer; '' if none."""
+        return ""
+
+    @property
+    def patterns_of_groups(self) -> Sequence[str]:
+        """Regular expressions, each of which must match the path of a parameter."""
+        return ()
+
+    def check_settings(self, earlier: Sequence["Measurement"]) -> None:
+        """Refuse settings that do not go together, before anything is read.
+
+        Args:
+            earlier: the measurements before it in the run.
+        """
 
     def validate(self, context: Context) -> None:
         """Refuse settings that cannot work, before anything is compiled."""
-        ...
 
     def run(self, context: Context) -> MeasurementResult:
-        """Measure."""
+        """Measure, from what `context.step` saved on if there is anything."""
         ...
+
+    def plots(self) -> Sequence[Plot]:
+        """Its plots in the report."""
+        return ()
 
 
 def result(

@@ -1,30 +1,40 @@
 """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature."""
 
 import dataclasses
-from typing import Annotated, ClassVar
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
+from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
     MeasurementResult,
     Number,
 )
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store.saved_state import SavedState
-from t5x_fwdloss.curvature.estimators.slq import SlqState, slq, spectral_sum
-from t5x_fwdloss.curvature.estimators.smoothing import signs, zero_level
+from t5x_fwdloss.curvature.estimators import smoothing
+from t5x_fwdloss.curvature.estimators.slq import (
+    SlqState,
+    SpectralSamples,
+    slq,
+    spectral_sum,
+)
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 
 
 @dataclasses.dataclass(frozen=True)
-class SpectralDensity(OfMatrix):
-    """What the measurements of a density share; `matrix` says of which.
+class SpectralDensity(TransformedMeasurement):
+    """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature.
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
     plot can be chosen afterwards (`t5x_fwdloss.curvature.estimators.smoothing`).
@@ -38,28 +48,18 @@ class SpectralDensity(OfMatrix):
     stands for it.
 
     Attributes:
-        name: name in the results.
         num_probes: number of random probes; the band of the density is over them.
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_probes: settings.Positive = 4
     num_steps: settings.Positive = 40
     kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
     save_every: settings.Positive = 20
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos probe by probe, from the saved state if there is one."""
@@ -92,23 +92,32 @@ class SpectralDensity(OfMatrix):
             )
 
         def at(params):
-            product = self.product(context, at=params)
-            found = one_probe(context, self.matrix, product)
+            found = self.one_probe(context, params)
             return {"trace": found.trace.mean, "frobenius_norm": found.frobenius_norm}
 
         noise = context.rounding.of_product(self.product(context), like)
-        level = zero_level(samples, trees.epsilon(like), noise)
+        level = smoothing.zero_level(samples, trees.epsilon(like), noise)
         numbers = self._numbers(context, samples, level)
         numbers = context.rounding.include(numbers, at)
         notes = context.rounding.notes
         return result(self, numbers, arrays=_arrays(samples), notes=notes)
+
+    def plots(self) -> Sequence[Plot]:
+        """The smoothed density."""
+        return (
+            Plot(
+                "The density of the eigenvalues, smoothed; nodes and weights are in the "
+                ".npz file, for other widths and grids.",
+                _density,
+            ),
+        )
 
     def _numbers(self, context, samples, level) -> dict[str, Number]:
         count = samples.num_probes
         trace = spectral_sum(samples, lambda x: x)
         square = spectral_sum(samples, np.square)
         norm = float(np.sqrt(square.mean))
-        negative, zero = signs(samples, level)
+        negative, zero = smoothing.signs(samples, level)
         nodes = np.concatenate(samples.nodes)
 
         def number(value, unit, error):
@@ -130,24 +139,6 @@ class SpectralDensity(OfMatrix):
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class HessianSpectralDensity(SpectralDensity):
-    """The density of the Hessian's eigenvalues."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_spectral_density"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonSpectralDensity(SpectralDensity):
-    """The density of the Gauss-Newton matrix's eigenvalues."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_spectral_density"
-
-
 def _steps(state: SlqState) -> int:
     return state.num_products
 
@@ -166,3 +157,49 @@ def _arrays(samples) -> dict[str, np.ndarray]:
         "weights": padded(samples.weights),
         "dimension": np.asarray(samples.dimension),
     }
+
+
+def _density(result: MeasurementResult) -> Figure | None:
+    """The density of the eigenvalues with its band, as it is and by magnitude."""
+    found = spectral_samples(result)
+    left, right = figures.panels(2, columns=2)
+    for axis, samples in (
+        (left, found),
+        (right, smoothing.log_magnitudes(found, 1e-8)),
+    ):
+        curve = smoothing.density(samples)
+        axis.plot(curve.grid, curve.mean, color=SERIES[0], label="mean over probes")
+        if samples.num_probes > 1:
+            axis.fill_between(
+                curve.grid,
+                curve.low,
+                curve.high,
+                color=SERIES[0],
+                alpha=0.2,
+                linewidth=0,
+                label=f"{curve.confidence:.0%} band",
+            )
+        axis.set_ylim(bottom=_floor(curve.mean), top=2 * curve.mean.max())
+        axis.set_yscale("log")
+    left.set_ylabel("density")
+    left.set_xlabel(f"eigenvalue, {result.numbers['trace'].unit}")
+    right.set_xlabel("log10 of its magnitude")
+    left.legend(loc="best")
+    return left.get_figure(root=True)
+
+
+def spectral_samples(result: MeasurementResult) -> SpectralSamples:
+    """The nodes and weights that a density's arrays hold."""
+    nodes, weights = result.arrays["nodes"], result.arrays["weights"]
+    return SpectralSamples(
+        nodes=[row[~np.isnan(row)] for row in nodes],
+        weights=[row[~np.isnan(row)] for row in weights],
+        dimension=int(result.arrays["dimension"]),
+        num_products=int(np.isfinite(nodes).sum()),
+        num_exhausted=0,
+    )
+
+
+def _floor(values):
+    # Below one part in a million of the peak a smooth density is its smoothing.
+    return max(values.max() * 1e-6, values[values > 0].min())

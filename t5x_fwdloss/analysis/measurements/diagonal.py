@@ -1,7 +1,6 @@
 """The diagonal of a matrix, by Hutchinson's estimator, summed up by layer."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
-from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,
     MeasurementResult,
@@ -32,8 +31,8 @@ SIGNS = ("negative", "zero", "undecided")
 
 
 @dataclasses.dataclass(frozen=True)
-class HessianDiagonal:
-    """The Hessian's diagonal: for each layer its extremes and the signs of its entries.
+class Diagonal(MatrixMeasurement):
+    """A matrix's diagonal: for each layer its extremes and the signs of its entries.
 
     Each entry has its own standard error, from the same probes. By layer, as fractions
     of its entries: `negative_fraction`, those below zero by more than their error;
@@ -43,22 +42,14 @@ class HessianDiagonal:
     error, so that about one entry in a thousand is given a sign that it does not have.
 
     Attributes:
-        name: name in the results.
         num_probes: number of random sign vectors.
         block_size: probes in one compiled, vmapped product.
         max_saved: the diagonal itself is saved where it has at most this many entries.
     """
 
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_diagonal"
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
     max_saved: settings.Count = 1_000_000
-
-    def validate(self, context: Context) -> None:
-        """Check that the objective has the matrix."""
-        context.objective.check_matrix(self.matrix)
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved running mean on if there is one."""
@@ -87,8 +78,7 @@ class HessianDiagonal:
 
     def _rounding(self, context) -> PyTree | None:
         def at(params):
-            product = context.product(self.matrix, at=params)
-            found = one_probe(context, self.matrix, product, diagonal=True)
+            found = self.one_probe(context, params, diagonal=True)
             return found.trace.mean, found.diagonal
 
         return context.rounding.errors(at)

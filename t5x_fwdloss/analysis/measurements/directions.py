@@ -7,16 +7,20 @@ and the loss itself at some $t$, so that the report shows how far the model reac
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.context import Context, result
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature import apply_diagonal, filter_normalized, leaf_normalized
 from t5x_fwdloss.curvature.vectors import probes, trees
 
@@ -29,7 +33,7 @@ NORMALIZATIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DirectionalDerivatives:
+class DirectionalDerivatives(Measurement):
     """The loss along gradients, random directions, eigenvectors, to other checkpoints.
 
     Attributes:
@@ -48,7 +52,7 @@ class DirectionalDerivatives:
         relative_radius: how far the points reach, in units of the parameters' norm.
     """
 
-    needs_forward_mode: ClassVar[bool] = True
+    needs_forward_mode: ClassVar = True
 
     name: settings.Words = "directional_derivatives"
     along_gradient: bool = True
@@ -60,7 +64,13 @@ class DirectionalDerivatives:
     num_points: settings.Count = 9
     relative_radius: settings.Above = 0.02
 
-    def check_settings(self, earlier: Sequence[Any]) -> None:
+    @property
+    def optimizer_setting(self) -> str:
+        """The setting of the preconditioned gradient, where that is a direction."""
+        setting = "along_preconditioned_gradient"
+        return setting if self.along_preconditioned_gradient else ""
+
+    def check_settings(self, earlier: Sequence[Measurement]) -> None:
         """Check that there is a direction.
 
         Args:
@@ -69,7 +79,7 @@ class DirectionalDerivatives:
         Raises:
             ValueError: there is none, or no measurement that leaves the eigenvectors.
         """
-        names = [x.name for x in earlier if getattr(x, "num_vectors", 0)]
+        names = [x.name for x in earlier if x.num_vectors]
         if self.eigenvectors_of and self.eigenvectors_of not in names:
             raise ValueError(
                 "DirectionalDerivatives.eigenvectors_of must name a measurement before "
@@ -129,6 +139,16 @@ class DirectionalDerivatives:
                 context.step()
         notes += context.rounding.notes
         return result(self, numbers, arrays=arrays, notes=tuple(notes))
+
+    def plots(self) -> Sequence[Plot]:
+        """The loss along each direction."""
+        return (
+            Plot(
+                "The change of the loss along unit directions. Where points leave the "
+                "curve, third and higher derivatives matter.",
+                _lines,
+            ),
+        )
 
     def _num_directions(self, context):
         return (
@@ -254,3 +274,27 @@ def _spread(shares: np.ndarray, unit: str) -> dict[str, Number]:
         return {}
     error = float(np.std(shares, ddof=1) * np.sqrt(len(shares)))
     return {"loss_spread_over_batches": Number(error, unit, count=len(shares))}
+
+
+def _lines(result: MeasurementResult) -> Figure | None:
+    """The loss along each direction beside its second-order model."""
+    labels = [k.removesuffix("/steps") for k in result.arrays if k.endswith("/steps")]
+    if not labels:
+        return None
+    axes = figures.panels(len(labels))
+    loss = result.numbers["loss"]
+    for axis, label in zip(axes, labels, strict=True):
+        steps = result.arrays[f"{label}/steps"]
+        slope = result.numbers[f"{label}/slope"].value
+        curvature = result.numbers[f"{label}/curvature"].value
+        fine = np.linspace(steps[0], steps[-1], 101)
+        model = slope * fine + curvature * fine**2 / 2
+        measured = result.arrays[f"{label}/losses"] - loss.value
+        axis.axhline(0.0, color=FAINT, linewidth=0.6)
+        axis.plot(fine, model, color=SERIES[0], label="second-order model")
+        axis.plot(steps, measured, "o", color=SERIES[1], markersize=4, label="measured")
+        axis.set_title(label.replace("_", " "))
+        axis.set_xlabel("step along the unit direction, θ")
+    axes[0].set_ylabel(f"change of the loss, {loss.unit}")
+    axes[0].legend(loc="best")
+    return axes[0].get_figure(root=True)

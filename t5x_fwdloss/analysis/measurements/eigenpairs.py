@@ -7,14 +7,15 @@ With unit eigenvectors $y_i$ and the gradient g, the overlap $\sum_i \langle g, 
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
+from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import NORM_FACTOR, NUM_DRAWS
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
@@ -22,6 +23,9 @@ from t5x_fwdloss.analysis.numbers import (
     Number,
     with_rounding,
 )
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
 from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature import EigenpairsState, eigenpairs
@@ -31,8 +35,8 @@ from t5x_fwdloss.curvature.vectors import directions, groups, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class Eigenpairs(OfMatrix):
-    """What the measurements of eigenpairs share; `matrix` says of which.
+class Eigenpairs(TransformedMeasurement):
+    """Eigenvalues at both ends of a spectrum, each with its true residual.
 
     A pair is converged if its true residual is at most `tolerance` times its own
     magnitude, plus what rounding leaves: 10 eps sqrt(products) times the largest
@@ -44,9 +48,9 @@ class Eigenpairs(OfMatrix):
     `allowed` holds the largest residual of each converged pair.
 
     Attributes:
-        name: name in the results.
         num_largest: pairs wanted at the upper end.
-        num_smallest: pairs wanted at the lower end, the most negative first.
+        num_smallest: pairs wanted at the lower end, the most negative first; None: 2
+            of the Hessian, 0 of the other matrices, whose smallest are near zero.
         max_steps: largest number of products spent on the space.
         tolerance: residual at which a pair is converged, relative to its own magnitude.
         max_basis: largest number of vectors held at once, or None for `max_steps`.
@@ -56,15 +60,10 @@ class Eigenpairs(OfMatrix):
             times, as many find them sooner; one finds them too.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
             `<name>_vectors`, as directions of the parameters.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_largest: settings.Count = 5
-    num_smallest: settings.Count = 2
+    num_smallest: settings.FilledIn[settings.Count] = None  # pyright: ignore[reportAssignmentType]
     max_steps: settings.Positive = 80
     tolerance: settings.Fraction = 1e-3
     max_basis: settings.Positive | None = None
@@ -73,12 +72,19 @@ class Eigenpairs(OfMatrix):
     num_starts: settings.Positive = 1
     save_eigenvectors: bool = False
 
+    def __post_init__(self):
+        """Fills in the defaults that depend on the matrix."""
+        super().__post_init__()
+        if self.num_smallest is None:
+            count = 2 if self.matrix == "hessian" else 0
+            object.__setattr__(self, "num_smallest", count)
+
     @property
     def num_vectors(self) -> int:
         """How many eigenvectors it leaves in the output folder, at most."""
         return (self.num_largest + self.num_smallest) * self.save_eigenvectors
 
-    def check_settings(self, earlier: Sequence[Any]) -> None:
+    def check_settings(self, earlier: Sequence[Measurement]) -> None:
         """Check that a pair is wanted, and that the basis has room for it.
 
         Raises:
@@ -94,10 +100,6 @@ class Eigenpairs(OfMatrix):
                 f"{title}.max_basis must be None or at least {least} for {pairs} pairs "
                 f"and {self.num_starts} start vectors: got {self.max_basis}."
             )
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
@@ -145,6 +147,16 @@ class Eigenpairs(OfMatrix):
         if self.save_eigenvectors:
             self._save(context, found)
         return self._result(context, found, cosines, noise)
+
+    def plots(self) -> Sequence[Plot]:
+        """The eigenvalues, and how they converged."""
+        return (
+            Plot(
+                "Eigenvalues; the bar is the true residual: an eigenvalue lies within it.",
+                _eigenvalues,
+            ),
+            Plot("Convergence: the wanted pairs after every product.", _convergence),
+        )
 
     def _cosines(self, context, found) -> np.ndarray:
         gradient = self.vector(context, context.gradient())
@@ -262,35 +274,6 @@ class Eigenpairs(OfMatrix):
         return notes
 
 
-@dataclasses.dataclass(frozen=True)
-class HessianEigenpairs(Eigenpairs):
-    """Eigenvalues at both ends of the Hessian's spectrum, each with its true residual."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_eigenpairs"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonEigenpairs(Eigenpairs):
-    """The largest eigenvalues of the Gauss-Newton matrix; its smallest are near zero."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_eigenpairs"
-    num_smallest: settings.Count = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FisherEigenpairs(Eigenpairs):
-    """The largest eigenvalues of the Fisher matrix, labels in expectation."""
-
-    matrix: ClassVar[str] = "fisher"
-
-    name: settings.Words = "fisher_eigenpairs"
-    num_smallest: settings.Count = 0
-
-
 _ENDS = ("largest_", "smallest_")
 
 
@@ -314,3 +297,65 @@ def _chosen(names, flags) -> str:
 def _extremes(state) -> str:
     values, _, _ = ritz.pairs(state.space)
     return f"Ritz values {values[0]:.4g} to {values[-1]:.4g}"
+
+
+def _eigenvalues(result: MeasurementResult) -> Figure | None:
+    """The eigenvalues in order, with their errors as bars."""
+    names = [n for n in result.numbers if re.fullmatch(r"(largest|smallest)_\d+", n)]
+    numbers = [result.numbers[n] for n in names]
+    values = np.asarray([number.value for number in numbers])
+    errors = np.asarray([number.error for number in numbers])
+    converged = np.asarray([number.converged for number in numbers])
+    order = np.argsort(-values)
+    (axis,) = figures.panels(1)
+    axis.axhline(0.0, color=FAINT, linewidth=0.8)
+    for chosen, fill, label in (
+        (converged, SERIES[0], "converged"),
+        (~converged, "none", "not converged"),
+    ):
+        keep = [i for i, index in enumerate(order) if chosen[index]]
+        if keep:
+            axis.errorbar(
+                keep,
+                values[order][keep],
+                yerr=errors[order][keep],
+                fmt="o",
+                color=SERIES[0],
+                markerfacecolor=fill,
+                capsize=3,
+                label=label,
+            )
+    axis.set_xticks(range(len(order)), [names[i].replace("_", " ") for i in order])
+    axis.tick_params(axis="x", rotation=30)
+    axis.set_ylabel(f"eigenvalue, {result.numbers[names[0]].unit}")
+    axis.legend(loc="best")
+    return axis.get_figure(root=True)
+
+
+def _convergence(result: MeasurementResult) -> Figure | None:
+    """Ritz values and estimated residuals over the steps of Lanczos."""
+    history = result.arrays["history"]
+    if len(history) < 2:
+        return None
+    largest = sum(name.startswith("largest_") for name in result.numbers)
+    left, right = figures.panels(2, columns=2)
+    steps, pairs = history[:, 0], len(result.arrays["allowed"])
+    for i in range(pairs):
+        color = SERIES[0] if i < largest else SERIES[1]
+        label = None
+        if i in (0, largest):
+            label = "largest" if i < largest else "smallest"
+        values, errors = history[:, 1 + 2 * i], history[:, 2 + 2 * i]
+        errors = errors / result.arrays["allowed"][i]
+        left.plot(steps, values, color=color, label=label, linewidth=1.2)
+        right.semilogy(
+            steps, np.where(errors > 0, errors, np.nan), color=color, linewidth=1.2
+        )
+    right.axhline(1.0, color=FAINT, linestyle="--", linewidth=1)
+    left.set_title("Ritz values")
+    right.set_title("estimated residuals; dashed: allowed")
+    right.set_ylabel("relative to what is allowed")
+    for axis in (left, right):
+        axis.set_xlabel("products")
+    left.legend(loc="best")
+    return left.get_figure(root=True)

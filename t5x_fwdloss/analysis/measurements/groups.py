@@ -7,28 +7,30 @@ nothing about blocks off the diagonal; the Frobenius norm beside it counts them 
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import one_probe
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.measurements.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.vectors import groups, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupTraces:
-    """What the measurements of traces by group share; `matrix` says of which.
+class GroupTraces(MatrixMeasurement):
+    """The trace of a matrix's diagonal block of each group of parameters.
 
     Attributes:
-        name: name in the results.
         groups: group's name to a regular expression that matches the whole path of its
             parameters, such as `{'decoder': 'decoder/.*'}`; None: by layer, the first
             two parts of the path.
@@ -37,17 +39,19 @@ class GroupTraces:
         confidence: level of the confidence intervals.
     """
 
-    matrix: ClassVar[str]
-
-    name: settings.Words
     groups: Mapping[settings.Words, settings.Pattern] | None = None
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
     confidence: settings.Fraction = 0.95
 
+    @property
+    def patterns_of_groups(self) -> Sequence[str]:
+        """Those that are given."""
+        return tuple((self.groups or {}).values())
+
     def validate(self, context: Context) -> None:
         """Check that every pattern matches something (`ValueError`)."""
-        context.objective.check_matrix(self.matrix)
+        super().validate(context)
         groups.group_masks(context.params, self.patterns(context))
 
     def patterns(self, context: Context) -> Mapping[str, str]:
@@ -121,10 +125,18 @@ class GroupTraces:
             )
         return result(self, numbers, arrays=samples, notes=(*notes, *skewed))
 
+    def plots(self) -> Sequence[Plot]:
+        """The traces of the groups."""
+        return (
+            Plot(
+                "The trace by group of parameters, with its confidence interval.",
+                _group_traces,
+            ),
+        )
+
     def _with_rounding(self, context, numbers, masks) -> dict[str, Number]:
         def at(params):
-            product = context.product(self.matrix, at=params)
-            found = one_probe(context, self.matrix, product, groups=masks)
+            found = self.one_probe(context, params, groups=masks)
             changed, labels = {"trace": found.trace.mean}, labels_of(found.groups)
             changed["frobenius_norm"] = found.frobenius_norm
             for name, estimate in found.groups.items():
@@ -135,24 +147,6 @@ class GroupTraces:
             return changed
 
         return context.rounding.include(numbers, at)
-
-
-@dataclasses.dataclass(frozen=True)
-class HessianGroupTraces(GroupTraces):
-    """The trace of the Hessian's diagonal block of each group of parameters."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_group_traces"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonGroupTraces(GroupTraces):
-    """The trace of the Gauss-Newton matrix's diagonal block of each group."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_group_traces"
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
@@ -170,3 +164,21 @@ def by_layer(params) -> dict[str, str]:
     paths = trees.leaf_paths(trees.float_part(params))
     prefixes = dict.fromkeys("/".join(path.split("/")[:2]) for path in paths)
     return {prefix: re.escape(prefix) + "(/.*)?" for prefix in prefixes}
+
+
+def _group_traces(result: MeasurementResult) -> Figure | None:
+    """The traces of the groups, with their confidence intervals."""
+    names = [n for n in result.numbers if n.endswith("/trace")]
+    labels = [n.removesuffix("/trace") for n in names]
+    numbers = [result.numbers[n] for n in names]
+    (axis,) = figures.panels(1, height=0.8 + 0.26 * len(names))
+    places = np.arange(len(names))[::-1]
+    axis.barh(places, [x.value for x in numbers], height=0.6, color=SERIES[0])
+    for place, x in zip(places, numbers, strict=True):
+        if x.interval is not None:
+            axis.plot(x.interval, [place, place], color=SERIES[1], linewidth=2)
+    axis.axvline(0.0, color=FAINT, linewidth=0.8)
+    axis.set_yticks(places, labels)
+    axis.grid(visible=False, axis="y")
+    axis.set_xlabel(f"trace, {numbers[0].unit}")
+    return axis.get_figure(root=True)

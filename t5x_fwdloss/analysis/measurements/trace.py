@@ -1,26 +1,39 @@
 """The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import numpy as np
+from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.of_matrix import OfMatrix, one_probe
+from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
+from t5x_fwdloss.analysis.report import figures
+from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
+from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature import TraceEstimate
 from t5x_fwdloss.curvature.estimators import hutchinson
 
 Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
+CAPTIONS = {
+    "hutchinson": "Hutchinson's estimator: one sample for each probe, their running mean, "
+    "and the estimate with its confidence interval.",
+    "hutch++": "Hutch++: for each probe the trace on the subspace plus the probe's sample "
+    "outside of it, and the estimate with its confidence interval.",
+    "xtrace": "XTrace: the estimates that leave out one probe each, and the estimate with "
+    "its confidence interval.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace(OfMatrix):
-    """What the measurements of a trace share; `matrix` says of which.
+class Trace(TransformedMeasurement):
+    """The trace of a matrix, the sum of its eigenvalues, by a randomized estimator.
 
     Attributes:
-        name: name in the results.
         num_probes: number of random vectors, at most. Hutchinson's estimator takes one
             product for each, Hutch++ one and two for each vector of its sketch, XTrace
             two.
@@ -36,13 +49,8 @@ class Trace(OfMatrix):
             the side of the long tail where few eigenvalues dominate; a note says where
             it may still be too short, with fewer than 16 probes.
         basis_on_host: whether kept vectors lie in host memory.
-        group: a regular expression for the paths of the parameters measured.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
     """
 
-    name: settings.Words
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
     estimator: Estimator = "hutchinson"
@@ -51,10 +59,6 @@ class Trace(OfMatrix):
     relative_error: settings.Above | None = None
     confidence: settings.Fraction = 0.95
     basis_on_host: bool = False
-
-    def validate(self, context: Context) -> None:
-        """Check that the matrix is there; `check_matrix` says what it raises."""
-        self.check_matrix(context)
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from what was saved on if there is anything."""
@@ -96,12 +100,15 @@ class Trace(OfMatrix):
             )
         return result(self, numbers, arrays={"samples": found.samples}, notes=notes)
 
+    def plots(self) -> Sequence[Plot]:
+        """The samples, and what they are of."""
+        return (Plot(CAPTIONS[self.estimator], _samples),)
+
     def _with_rounding(self, context, numbers) -> dict[str, Number]:
         size = self.dimension(context)
 
         def at(params):
-            product = self.product(context, at=params)
-            trace = one_probe(context, self.matrix, product).trace.mean
+            trace = self.one_probe(context, params).trace.mean
             return {"trace": trace, "mean_eigenvalue": trace / size}
 
         numbers = context.rounding.include(numbers, at)
@@ -133,46 +140,29 @@ def skewness_notes(estimates: Mapping[str, TraceEstimate]) -> tuple[str, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class HessianTrace(Trace):
-    """The sum of all eigenvalues of the Hessian."""
-
-    matrix: ClassVar[str] = "hessian"
-
-    name: settings.Words = "hessian_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class GaussNewtonTrace(Trace):
-    """The trace of the Gauss-Newton matrix."""
-
-    matrix: ClassVar[str] = "gauss_newton"
-
-    name: settings.Words = "gauss_newton_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class FisherTrace(Trace):
-    """The trace of the Fisher matrix, labels in expectation."""
-
-    matrix: ClassVar[str] = "fisher"
-
-    name: settings.Words = "fisher_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledFisherTrace(Trace):
-    """The trace of the Fisher matrix at one drawn label a token."""
-
-    matrix: ClassVar[str] = "sampled_fisher"
-
-    name: settings.Words = "sampled_fisher_trace"
-
-
-@dataclasses.dataclass(frozen=True)
-class EmpiricalFisherTrace(Trace):
-    """The trace of the second moment of the tokens' gradients at the data's labels."""
-
-    matrix: ClassVar[str] = "empirical_fisher"
-
-    name: settings.Words = "empirical_fisher_trace"
+def _samples(result: MeasurementResult) -> Figure | None:
+    """The samples beside the reported trace and its confidence interval."""
+    samples, trace = result.arrays["samples"], result.numbers["trace"]
+    count = np.arange(1, len(samples) + 1)
+    ends = [count[0], count[-1]]
+    (axis,) = figures.panels(1)
+    axis.plot(count, samples, "o", color=FAINT, markersize=3, label="one probe")
+    if result.settings["estimator"] == "hutchinson":
+        mean = np.cumsum(samples) / count
+        axis.plot(count, mean, color=FAINT, linewidth=1, label="running mean")
+    axis.plot(ends, [trace.value] * 2, color=SERIES[0], label="estimate")
+    if trace.interval is not None:
+        low, high = trace.interval
+        axis.fill_between(
+            ends,
+            [low] * 2,
+            [high] * 2,
+            color=SERIES[0],
+            alpha=0.2,
+            linewidth=0,
+            label=f"{result.settings['confidence']:.0%} confidence interval",
+        )
+    axis.set_xlabel("probes")
+    axis.set_ylabel(f"trace, {trace.unit}")
+    axis.legend(loc="best")
+    return axis.get_figure(root=True)

@@ -2,11 +2,12 @@
 
 import html
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_fwdloss.analysis.numbers import MeasurementResult
-from t5x_fwdloss.analysis.report import header, model_facts, plots
+from t5x_fwdloss.analysis.report import header, model_facts
+from t5x_fwdloss.analysis.report.plots import Plot, drawn
 from t5x_fwdloss.analysis.report.style import PAGE, STYLE
 from t5x_fwdloss.analysis.report.tables import (
     definitions,
@@ -19,14 +20,19 @@ from t5x_fwdloss.analysis.report.tables import (
 from t5x_fwdloss.analysis.report.terminal import DASH
 
 
-def render(document: dict[str, Any], results: Sequence[MeasurementResult]) -> str:
+def render(
+    document: dict[str, Any],
+    results: Sequence[MeasurementResult],
+    plots: Mapping[str, Sequence[Plot]],
+) -> str:
     """The report as one string of HTML.
 
     Args:
         document: the content of `results.json`.
         results: the finished measurements, with their arrays.
+        plots: the plots of each measurement, by its name.
     """
-    sections = [_section(result) for result in results]
+    sections = [_section(result, plots.get(result.name, ())) for result in results]
     sections += [
         f"<section id='{section_id(entry['name'])}'><h2>{title_of(entry['name'])}</h2>"
         f'<p class="bad">Stopped: '
@@ -149,10 +155,10 @@ def _checks(checks) -> str:
     return table(f"{head}<th class='n'>Allowed", rows)
 
 
-def _section(result: MeasurementResult) -> str:
+def _section(result: MeasurementResult, plots: Sequence[Plot]) -> str:
     figures = [
         f"<figure>{svg}<figcaption>{escaped(caption)}</figcaption></figure>"
-        for caption, svg in plots.plots_of(result)
+        for caption, svg in drawn(result, plots)
     ]
     notes = "".join(f"<p class='warn'>{escaped(note)}</p>" for note in result.notes)
     settings = ", ".join(

@@ -1,6 +1,6 @@
 r"""Which matrix a measurement is of: the whole, a group's block, preconditioned, damped.
 
-With $A$ the matrix that the class names, $P$ the projection on a parameter group and
+With $A$ the matrix that is named, $P$ the projection on a parameter group and
 $D^2$ the diagonal that the checkpoint's optimizer multiplies a gradient by at its step,
 up to its learning rate (see `t5x_fwdloss.analysis.optimizer`), it is
 
@@ -11,23 +11,75 @@ the eigenvalues of $D^2 A$, which decide whether steps are stable.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import jax
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.context import Context
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import Number
+from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeEstimates, probe_estimates
 from t5x_fwdloss.curvature.vectors import groups, preconditioning, trees
 from t5x_fwdloss.curvature.vectors.trees import Matvec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfMatrix:
-    """Settings shared by the measurements of a matrix; `matrix` names it.
+class MatrixMeasurement(Measurement):
+    """What every measurement of a matrix has, beside settings of its own.
+
+    Attributes:
+        matrix: 'hessian', 'gauss_newton', 'fisher', 'sampled_fisher' or
+            'empirical_fisher' (see `t5x_fwdloss.analysis.objective.matrices`).
+        name: name in the results; None: matrix and quantity, such as 'hessian_trace'.
+    """
+
+    matrix: Annotated[str, settings.one_of(*matrices.WORDS)] = "hessian"
+    name: settings.FilledIn[settings.Words] = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self):
+        """Fills in the default of the name."""
+        if self.name is None:
+            quantity = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+            object.__setattr__(self, "name", f"{self.matrix}_{quantity}")
+
+    def validate(self, context: Context) -> None:
+        """Check that the objective has the matrix (`ValueError`)."""
+        context.objective.check_matrix(self.matrix)
+
+    def product(
+        self, context: Context, block_size: int = 1, at: PyTree | None = None
+    ) -> Matvec:
+        """The product with one vector, or with stacked ones.
+
+        Args:
+            context: the run.
+            block_size: 1, or how many vectors are stacked.
+            at: other parameters, for products with one vector; None: the checkpoint's.
+        """
+        return context.product(self.matrix, block_size, at)
+
+    def one_probe(
+        self, context: Context, at: PyTree | None, **settings: Any
+    ) -> ProbeEstimates:
+        """What a single probe tells: enough to see how far rounding moves an estimate.
+
+        Args:
+            context: the run.
+            at: parameters, as of `product`.
+            **settings: groups and diagonal, as of `probe_estimates`.
+        """
+        key = context.key(f"{self.matrix}/one_probe")
+        product = self.product(context, at=at)
+        return probe_estimates(product, context.params, key, num_probes=1, **settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformedMeasurement(MatrixMeasurement):
+    """A measurement of a matrix, or of what group, optimizer and damping make of it.
 
     Attributes:
         group: a regular expression for the whole path of parameters, such as
@@ -37,20 +89,28 @@ class OfMatrix:
         damping: what is added to every eigenvalue.
     """
 
-    matrix: ClassVar[str]
-
     group: settings.Pattern | None = None
     preconditioned: bool = False
     damping: float = 0.0
 
-    def check_matrix(self, context: Context) -> None:
+    @property
+    def optimizer_setting(self) -> str:
+        """The setting that asks for the matrix as the optimizer sees it."""
+        return "preconditioned" if self.preconditioned else ""
+
+    @property
+    def patterns_of_groups(self) -> Sequence[str]:
+        """That of its group."""
+        return () if self.group is None else (self.group,)
+
+    def validate(self, context: Context) -> None:
         """Check that the matrix is there, with group and optimizer.
 
         Raises:
             ValueError: the objective lacks the matrix, the group matches nothing that is
                 trained, or the run cannot read an optimizer's state.
         """
-        context.objective.check_matrix(self.matrix)
+        super().validate(context)
         if self.preconditioned:
             context.check_preconditioner(f"{type(self).__name__}.preconditioned")
         mask = self.mask(context)
@@ -149,15 +209,15 @@ class OfMatrix:
 
     def product(
         self, context: Context, block_size: int = 1, at: PyTree | None = None
-    ) -> Callable[[PyTree], PyTree]:
-        """The product with one vector, or with stacked ones.
+    ) -> Matvec:
+        """The product with what group, optimizer and damping make of the matrix.
 
         Args:
             context: the run.
             block_size: 1, or how many vectors are stacked.
             at: other parameters, for products with one vector; None: the checkpoint's.
         """
-        found = context.product(self.matrix, block_size, at)
+        found = super().product(context, block_size, at)
         if self.preconditioned:
             root = preconditioning.root(context.preconditioner().diagonal)
             found = preconditioning.congruent(found, root)
@@ -167,21 +227,6 @@ class OfMatrix:
         if self.damping:
             found = _damped(found, self.damping, mask)
         return found
-
-
-def one_probe(
-    context: Context, matrix: str, product: Matvec, **settings: Any
-) -> ProbeEstimates:
-    """What a single probe tells: enough to see how far rounding moves an estimate.
-
-    Args:
-        context: the run.
-        matrix: the matrix's name, on which the probe depends.
-        product: its product with one vector.
-        **settings: groups and diagonal, as of `probe_estimates`.
-    """
-    key = context.key(f"{matrix}/one_probe")
-    return probe_estimates(product, context.params, key, num_probes=1, **settings)
 
 
 def _words(found) -> str:

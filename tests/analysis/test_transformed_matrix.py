@@ -10,9 +10,9 @@ from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    HessianEigenpairs,
-    HessianSpectralDensity,
-    HessianTrace,
+    Eigenpairs,
+    SpectralDensity,
+    Trace,
     measurement_list,
 )
 from t5x_fwdloss.analysis import settings as settings_lib
@@ -101,7 +101,7 @@ def case(request, dense):
 
 def test_eigenpairs_are_those_of_the_matrix_that_was_asked_for(context, case):
     settings, matrix = case
-    found = HessianEigenpairs(tolerance=1e-8, num_largest=3, **settings).run(context)
+    found = Eigenpairs(tolerance=1e-8, num_largest=3, **settings).run(context)
     expected = np.linalg.eigvalsh(matrix)
     for i in range(3):
         number = found.numbers[f"largest_{i + 1}"]
@@ -112,7 +112,7 @@ def test_eigenpairs_are_those_of_the_matrix_that_was_asked_for(context, case):
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++", "xtrace"])
 def test_the_trace_is_that_of_the_matrix_that_was_asked_for(context, case, estimator):
     settings, matrix = case
-    measurement = HessianTrace(
+    measurement = Trace(
         estimator=estimator, num_probes=12, sketch_size=4, block_size=3, **settings
     )
     measurement.validate(context)
@@ -124,7 +124,7 @@ def test_the_trace_is_that_of_the_matrix_that_was_asked_for(context, case, estim
 
 def test_a_whole_subspace_gives_the_trace_exactly_and_says_so(context, dense):
     for estimator in ("hutch++", "xtrace"):
-        found = HessianTrace(
+        found = Trace(
             name=estimator, estimator=estimator, num_probes=SIZE + 1, sketch_size=SIZE
         ).run(context)
         value = found.numbers["trace"].value
@@ -134,9 +134,7 @@ def test_a_whole_subspace_gives_the_trace_exactly_and_says_so(context, dense):
 
 def test_the_density_is_that_of_the_matrix_that_was_asked_for(context, case):
     settings, matrix = case
-    found = HessianSpectralDensity(num_probes=2, num_steps=SIZE, **settings).run(
-        context
-    )
+    found = SpectralDensity(num_probes=2, num_steps=SIZE, **settings).run(context)
     expected = np.linalg.eigvalsh(matrix)
     assert found.arrays["dimension"] == len(matrix)
     for end, value in (("largest", expected[-1]), ("smallest", expected[0])):
@@ -149,14 +147,14 @@ def test_several_starts_see_an_eigenvalue_as_often_as_it_occurs(context):
     settings = {"num_largest": 3, "num_smallest": 0, "tolerance": 1e-7}
     identity = copy.copy(context)
     identity.product = lambda *_: lambda v: v
-    one = HessianEigenpairs(**settings).run(identity)
-    three = HessianEigenpairs(num_starts=3, name="three", **settings).run(identity)
+    one = Eigenpairs(**settings).run(identity)
+    three = Eigenpairs(num_starts=3, name="three", **settings).run(identity)
     for found in (one, three):
         values = [found.numbers[f"largest_{i}"].value for i in (1, 2, 3)]
         np.testing.assert_allclose(values, 1.0, rtol=1e-12)
     assert three.numbers["num_products"].value == 6  # three steps, three residuals
     with pytest.raises(ValueError, match="num_starts must be .* of at least 1: got 0"):
-        settings_lib.check_fields(HessianEigenpairs(num_starts=0))
+        settings_lib.check_fields(Eigenpairs(num_starts=0))
 
 
 class Killed(BaseException):
@@ -165,9 +163,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("estimator", ["hutch++", "xtrace"])
 def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estimator):
-    measurement = HessianTrace(
-        estimator=estimator, num_probes=6, sketch_size=5, block_size=2
-    )
+    measurement = Trace(estimator=estimator, num_probes=6, sketch_size=5, block_size=2)
     expected = measurement.run(context)
     context.state_path(measurement.name).rmtree()
     save, calls = saved_state.SavedState.save, []
@@ -205,7 +201,7 @@ def test_a_killed_estimate_goes_on_to_the_same_bits(context, monkeypatch, estima
 def test_saved_eigenvectors_are_directions_for_a_later_measurement(
     context, dense, settings
 ):
-    pairs = HessianEigenpairs(
+    pairs = Eigenpairs(
         num_largest=2,
         num_smallest=1,
         tolerance=1e-9,
@@ -283,7 +279,7 @@ def test_the_preconditioned_gradient_is_a_direction(context, dense):
 
 def test_the_gradients_overlap_is_in_the_matrixs_own_coordinates(context, dense):
     settings = {"group": "dense/kernel", "preconditioned": True}
-    found = HessianEigenpairs(tolerance=1e-9, num_largest=2, **settings).run(context)
+    found = Eigenpairs(tolerance=1e-9, num_largest=2, **settings).run(context)
     matrix, root = preconditioned(dense)
     gradient = (root * flat(context.objective.gradient(context.params)))[KERNEL]
     _, vectors = np.linalg.eigh(matrix[KERNEL, KERNEL])
@@ -299,16 +295,16 @@ def without_optimizer(context):
 
 
 REFUSED = {
-    "group": (HessianTrace(group="encoder/.*"), r"'encoder/.\*' matches none"),
+    "group": (Trace(group="encoder/.*"), r"'encoder/.\*' matches none"),
     "damping": (
-        HessianTrace(damping=float("nan")),
-        "HessianTrace.damping must be .*: got nan",
+        Trace(damping=float("nan")),
+        "Trace.damping must be .*: got nan",
     ),
     "estimator": (
-        HessianTrace(estimator="exact"),
+        Trace(estimator="exact"),
         r"estimator must be one of .*'hutch\+\+', 'xtrace': got 'exact'",
     ),
-    "sketch": (HessianTrace(sketch_size=0), "sketch_size must be .* of at least 1"),
+    "sketch": (Trace(sketch_size=0), "sketch_size must be .* of at least 1"),
     "normalization": (
         DirectionalDerivatives(random_normalization="layer"),
         "must be one of 'vector', 'leaf', 'filter': got 'layer'",
@@ -318,8 +314,8 @@ REFUSED = {
         "before it with save_eigenvectors=True: got 'hessian_eigenpairs'",
     ),
     "optimizer": (
-        HessianTrace(preconditioned=True),
-        "HessianTrace.preconditioned needs a run that can read the state",
+        Trace(preconditioned=True),
+        "Trace.preconditioned needs a run that can read the state",
     ),
 }
 
@@ -337,7 +333,7 @@ def test_settings_that_cannot_work_are_refused(context, measurement, message):
 
 
 def test_a_run_hands_eigenvectors_on_in_its_order_only(tmp_path):
-    pairs = HessianEigenpairs(
+    pairs = Eigenpairs(
         num_largest=2, num_smallest=0, max_steps=9, save_eigenvectors=True
     )
     lines = DirectionalDerivatives(
