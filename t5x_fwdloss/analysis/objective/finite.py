@@ -34,7 +34,15 @@ def check_finite(name: str, parts: Iterable[tuple[str, Mapping[str, float]]]) ->
 
 
 def by_batch(
-    parts: Iterable[Mapping[str, float]],
+    parts: Iterable[Mapping[str, float]], num_microbatches: int = 1
 ) -> Iterable[tuple[str, Mapping[str, float]]]:
-    """The parts with the names of batches, in order."""
-    return ((f"batch {number}", blocks) for number, blocks in enumerate(parts))
+    """The parts with the names of batches, in order.
+
+    Args:
+        parts: one for each batch, or for each piece of it.
+        num_microbatches: how many pieces a batch has.
+    """
+    for number, blocks in enumerate(parts):
+        batch, piece = divmod(number, num_microbatches)
+        of = "" if num_microbatches == 1 else f"microbatch {piece} of "
+        yield f"{of}batch {batch}", blocks

@@ -198,12 +198,16 @@ class Objective:
 
     def with_model(self, model: Any) -> "Objective":
         """The same batches under another model, such as the same with another loss."""
-        return Objective.from_model(
+        found = Objective.from_model(
             model,
             self.batches,
             dropout_seed=self.dropout_seed,
             precision=self.precision,
         )
+        # The batches are cut already: messages name them as before.
+        found.num_microbatches = self.num_microbatches
+        found.batches_hash = self.batches_hash
+        return found
 
     def compiled(self, function: Callable[..., Any], params: PyTree, *more: Any) -> Any:
         """`function(params, batch, key, *more)` compiled for the first batch.
@@ -322,7 +326,7 @@ class Objective:
         )
         shares = [(float(x), float(y)) for x, y in found]
         parts = ({"its value": x, "its derivative": y} for x, y in shares)
-        check_finite("the loss", by_batch(parts))
+        check_finite("the loss", by_batch(parts, self.num_microbatches))
         value, derivative = zip(*shares, strict=True)
         return math.fsum(value), math.fsum(derivative)
 
@@ -396,6 +400,7 @@ class Objective:
             self._linear_maps[matrix],
             parameters.widened(params),
             list(self._pairs()),
+            num_microbatches=self.num_microbatches,
             precision=self.precision,
             memory_budget=memory_budget,
             fold=fold,
@@ -464,6 +469,7 @@ class Objective:
             # Once more, batch by batch, to say where it happened.
             zeros = lambda: self._programs.zeros(params, stack=stack)
             parts = (program(zeros(), params, *directions, *p) for p in self._pairs())
-            check_finite(name, by_batch(map(largest_magnitudes, parts)))
+            found = map(largest_magnitudes, parts)
+            check_finite(name, by_batch(found, self.num_microbatches))
             check_finite(name, [("the sum over batches", largest_magnitudes(total))])
         return total
