@@ -115,6 +115,7 @@ def convergence(result: MeasurementResult) -> Figure | None:
     right.set_title("estimated residuals; dashed: allowed")
     right.set_ylabel("relative to what is allowed")
     for axis in (left, right):
+        figures.count_along(axis)
         axis.set_xlabel("products")
     left.legend(loc="best")
     return left.get_figure(root=True)
@@ -142,6 +143,7 @@ def trace_samples(result: MeasurementResult) -> Figure | None:
             linewidth=0,
             label=f"{result.settings['confidence']:.0%} confidence interval",
         )
+    figures.count_along(axis)
     axis.set_xlabel("probes")
     axis.set_ylabel(f"trace, {trace.unit}")
     axis.legend(loc="best")

@@ -88,7 +88,7 @@ def _grid(numbers: dict[str, Number]) -> str:
     rows = []
     for label in labels:
         cells = [numbers.get(f"{label}/{column}") for column in columns]
-        rows.append(f"<tr><td>{_spaced(label)}</td>{''.join(map(_cell, cells))}</tr>")
+        rows.append(f"<tr><td>{escaped(label)}</td>{''.join(map(_cell, cells))}</tr>")
     kinds = {
         f"{_spaced(name.rpartition('/')[2])}: {_kind(number)}": None
         for name, number in numbers.items()
@@ -118,4 +118,6 @@ def _unit(number: Number) -> str:
 
 
 def _spaced(name: str) -> str:
-    return escaped(name.replace("_", " "))
+    """The name in words; what stands before a slash is a name of the reader's."""
+    row, slash, column = name.rpartition("/")
+    return escaped(f"{row}{slash}{column.replace('_', ' ')}")

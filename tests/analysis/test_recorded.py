@@ -1,0 +1,39 @@
+"""What results.json, the report and TensorBoard record of parameters and odd numbers."""
+
+import json
+import math
+
+import jax.numpy as jnp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from t5x_fwdloss.analysis import HessianTrace
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
+from t5x_fwdloss.analysis.report import events
+
+from . import runs, toy
+
+
+def test_parameters_are_recorded_as_the_checkpoint_has_them(tmp_path):
+    params = toy.parameters(dtype=jnp.bfloat16) | {"count": jnp.ones(2, jnp.int32)}
+    measured = [HessianTrace(num_probes=2, block_size=2)]
+    assert runs.run(tmp_path, params=params, measurements=measured) == 0
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["model"]["parameter_dtypes"] == ["bfloat16"]
+    assert document["parameters_left_out"] == ["count"]
+    assert document["num_parameters"] == (toy.FEATURES + 1) * toy.CLASSES
+    page = (tmp_path / "report.html").read_text()
+    assert "<dt>Parameters</dt><dd>16, bfloat16</dd>" in page
+    assert "<dt>Left out</dt><dd>count</dd>" in page
+
+
+def test_events_leave_out_what_is_not_finite(tmp_path):
+    numbers = {
+        "good": Number(0.5, "nat", math.inf),
+        "bad": Number(math.nan, "nat", 0.25),
+        "worse": Number(math.inf, "nat"),
+    }
+    events.write(tmp_path, [MeasurementResult("m", "M", {}, numbers)], 7)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert set(found.Tags()["tensors"]) == {"m/good", "m/bad/error"}
+    assert [x.step for x in found.Tensors("m/good")] == [7]
