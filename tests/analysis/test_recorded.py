@@ -1,13 +1,16 @@
-"""What results.json, the report and TensorBoard record of parameters and odd numbers."""
+"""What is recorded of parameters, of numbers that are not finite, and of convergence."""
 
 import json
 import math
 
 import jax.numpy as jnp
+import pytest
+from etils import epath
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x_fwdloss.analysis import HessianTrace
-from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
+from t5x_fwdloss.analysis.measurements import Context
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number, with_rounding
 from t5x_fwdloss.analysis.report import events
 
 from . import runs, toy
@@ -37,3 +40,33 @@ def test_events_leave_out_what_is_not_finite(tmp_path):
     found.Reload()
     assert set(found.Tags()["tensors"]) == {"m/good", "m/bad/error"}
     assert [x.step for x in found.Tensors("m/good")] == [7]
+
+
+@pytest.mark.parametrize(("excess", "converged"), [(0.99, True), (1.01, False)])
+def test_a_trace_is_as_precise_as_asked_only_with_its_rounding(
+    tmp_path, excess, converged
+):
+    """Half the interval, rounding included, is compared with what was asked for."""
+    measured = HessianTrace(num_probes=8, relative_error=0.5)
+    context = Context(
+        objective=runs.objective(),
+        params=toy.parameters(),
+        seed=runs.SEED,
+        load_params=None,
+        state_path=lambda name: epath.Path(tmp_path) / name,
+    )
+    plain = measured.run(context).numbers["trace"]
+    low, high = plain.interval
+    wanted = measured.relative_error * plain.value
+    error = excess * wanted - (high - low) / 2
+    assert plain.converged
+    assert error > 0
+
+    class Rounding:
+        notes = ()
+
+        def include(self, numbers, at):
+            return {k: with_rounding(x, error, "bfloat16") for k, x in numbers.items()}
+
+    vars(context)["rounding"] = Rounding()
+    assert measured.run(context).numbers["trace"].converged == converged

@@ -128,6 +128,8 @@ def test_a_number_that_did_not_converge_says_so_in_the_table():
     ("number", "value", "error"),
     [
         (Number(12.0, "1"), "12", ""),
+        (Number(12345678.0, "1"), "12345678", ""),
+        (Number(12345678.0, "nat"), "1.23457e+07", ""),
         (Number(1.23456789, "nat", 0.0123), "1.23457", "± 0.012"),
         (Number(np.nan, "nat", np.nan), "\N{EN DASH}", "± unknown"),
     ],
@@ -271,6 +273,13 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
         "a 3 ± 0.5",
         "b 4 ± 0.75 *",
     ]
+    told = "<p class='small'>share: spread; <b>*</b>: not converged.</p>"
+    assert page.count(told) == 1
+    # A failure is worse, and said in its place.
+    failed = {"name": "broken", "status": "failed", "reason": "it must be so"}
+    page = render(document | {"measurements": [failed]}, [result])
+    assert "Stopped by a number that cannot be: broken.<" in page
+    assert "Not converged in part" not in page
 
 
 def test_names_of_the_reader_keep_their_signs_and_figures_their_size(finished_run):
@@ -278,11 +287,12 @@ def test_names_of_the_reader_keep_their_signs_and_figures_their_size(finished_ru
     layers = [f"decoder.layers_{i}" for i in range(48)]
     number = Number(1.0, "nat", 0.5, "spread", interval=(0.5, 1.5))
     numbers = {f"{layer}/mean_trace": number for layer in layers}
-    numbers |= {f"{layer}/trace": number for layer in layers}
+    other = Number(2.0, "nat per θ²", 0.5, "spread", interval=(1.5, 2.5))
+    numbers |= {f"{layer}/trace": other for layer in layers}
     result = MeasurementResult("groups", "HessianGroupTraces", {}, numbers)
     page = render(document, [result])
     rows = rows_of(page, "<section id='measurement-groups'", "</section>")
-    assert rows[0] == "mean trace nat trace nat"
+    assert rows[0] == "mean trace nat trace nat per θ²"
     assert [row.split()[0] for row in rows[1:]] == layers
     assert "decoder.layers_0/mean trace 1" in " ".join(rows_of(page, "<h2>In s", "</s"))
     # A bound on a tall figure's height would shrink its text with it.

@@ -90,10 +90,12 @@ def _grid(numbers: dict[str, Number]) -> str:
         cells = [numbers.get(f"{label}/{column}") for column in columns]
         rows.append(f"<tr><td>{escaped(label)}</td>{''.join(map(_cell, cells))}</tr>")
     kinds = {
-        f"{_spaced(name.rpartition('/')[2])}: {_kind(number)}": None
+        f"{_spaced(name.rpartition('/')[2])}: {escaped(number.error_kind)}": None
         for name, number in numbers.items()
         if number.error is not None
     }
+    if not all(number.converged for number in numbers.values()):
+        kinds["<b>*</b>: not converged"] = None
     about = f"<p class='small'>{'; '.join(kinds)}.</p>" if kinds else ""
     return table(f"<th>{''.join(heads)}", rows) + about
 
