@@ -195,19 +195,24 @@ def test_an_injected_learning_rate_is_read_from_the_state():
 
 
 @pytest.mark.parametrize(
-    "transform",
+    ("transform", "steps"),
     [
-        optax.rmsprop(0.02),
-        optax.adagrad(0.02),
-        optax.multi_transform(
-            {"slow": optax.adam(0.02), "fast": optax.adam(0.04)},
-            {"encoder": "slow", "decoder": "fast"},
+        # Before the first step, all entries of their second moments are the same.
+        (optax.rmsprop(0.02), 0),
+        (optax.rmsprop(0.02), 3),
+        (optax.adagrad(0.02), 0),
+        (
+            optax.multi_transform(
+                {"slow": optax.adam(0.02), "fast": optax.adam(0.04)},
+                {"encoder": "slow", "decoder": "fast"},
+            ),
+            3,
         ),
     ],
-    ids=["rmsprop", "adagrad", "two rates"],
+    ids=["fresh rmsprop", "rmsprop", "fresh adagrad", "two rates"],
 )
-def test_a_rate_that_cannot_be_told_apart_stays_in_the_diagonal(transform):
-    state, params = after(transform, 3)
+def test_a_rate_that_cannot_be_told_apart_stays_in_the_diagonal(transform, steps):
+    state, params = after(transform, steps)
     found = optimizer.of_update(transform.update, state, params)
     assert found.learning_rate is None
     assert found.includes_learning_rate
