@@ -253,7 +253,7 @@ def _parse(flags: Any) -> None:
             "No gin file configures the analysis: add "
             f"--gin_file={gin_sentences.RUN_FILE} before the file of your model."
         )
-    gin_sentences.check_macros(flags.gin_bindings)
+    gin_sentences.check_macros(flags.gin_bindings, flags.gin_file)
     gin_sentences.check_scopes()
     unset = [
         f"{name} ({remedy})"

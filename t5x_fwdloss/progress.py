@@ -2,6 +2,7 @@
 
 import contextlib
 import logging as python_logging
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from absl import logging
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 10.0
+PACKAGE = pathlib.Path(__file__).parent
 
 
 def show_lines() -> None:
@@ -24,7 +26,9 @@ def show_lines() -> None:
 
 
 def _ours_or_error(record) -> bool:
-    if logging.get_verbosity() > logging.INFO or "t5x_fwdloss" in record.pathname:
+    # A clone of this repository, whose environment lies in it, has the package's name.
+    ours = pathlib.Path(record.pathname).is_relative_to(PACKAGE)
+    if logging.get_verbosity() > logging.INFO or ours:
         return True
     return record.levelno >= python_logging.ERROR
 

@@ -62,6 +62,12 @@ EVERY_ANALYSIS = [
     ("NUM_BATCHES=1.5", r"NUM_BATCHES must be a whole number of at least 1: got 1.5"),
     ("NUM_BATCHES=", r"--gin.NUM_BATCHES must have a value that gin can read"),
     ("NUMBATCHES=3", r"it reads no NUMBATCHES; the nearest is NUM_BATCHES\."),
+    (
+        "BATCH_SIZE=8; DatasetConfig.batch_size=4",
+        r"--gin.BATCH_SIZE must bind a macro that this run reads: --gin.DatasetConfig."
+        r"batch_size takes the place of %BATCH_SIZE in the gin files; give --gin."
+        r"BATCH_SIZE alone\.",
+    ),
     ("BATCH_SIZE='8'", r"BATCH_SIZE must be a whole number of at least 1: got '8'"),
     ("BATCH_SIZE=0", r"BATCH_SIZE must be a whole number of at least 1: got 0"),
     ("SEED='a'", r"SEED must be a whole number of at least 0: got 'a'"),

@@ -106,7 +106,7 @@ def parse(
             f"No gin file configures {function.__name__}: add --gin_file={run_file} "
             "before the others."
         ) from None
-    gin_sentences.check_macros(values.gin_bindings)
+    gin_sentences.check_macros(values.gin_bindings, values.gin_file)
     gin_sentences.check_scopes()
     unset = [f"{name} ({eg})" for name, eg in macros.items() if _unset(name)]
     if unset:

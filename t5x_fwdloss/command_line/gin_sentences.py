@@ -120,14 +120,16 @@ def check_bindings(bindings: Sequence[str]) -> None:
             ) from None
 
 
-def check_macros(bindings: Sequence[str]) -> None:
+def check_macros(bindings: Sequence[str], gin_files: Sequence[str] = ()) -> None:
     """Passes if every macro that the command line binds is read by something.
 
     Args:
         bindings: of the command line, after gin has read them and all files.
+        gin_files: those files.
 
     Raises:
-        ValueError: names the first that is not, and the nearest that is.
+        ValueError: names the first that is not, and what took its place or the nearest
+            that is.
     """
     read = sorted(set(re.findall(r"%(\w+)", gin.config_str())))
     for binding in bindings:
@@ -137,8 +139,8 @@ def check_macros(bindings: Sequence[str]) -> None:
         near = difflib.get_close_matches(name, read, 1)
         names = f"the nearest is {near[0]}" if near else f"only {', '.join(read)}"
         raise ValueError(
-            f"--gin.{name} must bind a macro that this run reads: it reads no {name}; "
-            f"{names}."
+            f"--gin.{name} must bind a macro that this run reads: "
+            f"{_replacement(name, bindings, gin_files) or f'it reads no {name}; {names}'}."
         )
 
 
@@ -161,6 +163,37 @@ def check_scopes() -> None:
                 f"@{scope}/{name}() must stand in a scope with a setting of its own, "
                 f"such as {', '.join(near)}: nothing is bound in {scope}."
             )
+
+
+def _replacement(macro, bindings, gin_files) -> str:
+    """What is bound where the files had a macro, and the remedy; '' for no such place.
+
+    The files are read again without the bindings: gin's configuration is lost.
+    """
+    gin.clear_config()
+    gin.parse_config_files_and_bindings(gin_files, [], finalize_config=False)
+    for binding in bindings:
+        name = binding.partition("=")[0].strip()
+        if "." in name and _is_macro(name, macro):
+            return (
+                f"--gin.{name} takes the place of %{macro} in the gin files; give "
+                f"--gin.{macro} alone"
+            )
+    try:
+        gin.query_parameter(f"{macro}/gin.macro.value")
+    except ValueError:
+        return ""
+    return (
+        f"a gin file binds something else where the run file has %{macro}; take that "
+        f"binding out and give --gin.{macro} alone"
+    )
+
+
+def _is_macro(parameter, macro) -> bool:
+    try:
+        return repr(gin.query_parameter(parameter)) == f"%{macro}"
+    except ValueError:
+        return False
 
 
 class _Names(config_parser.ParserDelegate):

@@ -3,12 +3,13 @@
 Orbax checkpoints and T5X's older formats both restore, through T5X's own manager.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -100,7 +101,7 @@ class Restorer:
         Raises:
             ValueError: it restores nothing.
         """
-        with files.reading(found):
+        with _restoring(found):
             state, _ = utils.create_checkpoint_manager_and_restore(
                 self._initializer,
                 self._partitioner,
@@ -113,6 +114,30 @@ class Restorer:
             raise ValueError(f"T5X could not restore the checkpoint {found}.")
         step = int(np.asarray(utils.get_local_data(state.step)))
         return Restored(state, step, found)
+
+
+@contextlib.contextmanager
+def _restoring(path: str) -> Iterator[None]:
+    """Say of whatever T5X raises inside that it could not read this checkpoint.
+
+    Its code reads files, and applies what the configuration hands it: only what files
+    or a storage report is called damage, and the rest keeps its type and words.
+
+    Raises:
+        StorageError: with the path.
+    """
+    with files.reading(path):
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, files.StorageError) or files.storage_reason(error):
+                raise
+            words = f"{type(error).__name__}: {files.first_line(error)}"
+            raise files.StorageError(
+                f"The checkpoint {path} could not be read: {words.rstrip(': ')}. Either a "
+                "part of it is missing or of another kind, or RestoreCheckpointConfig or "
+                "MODEL asks T5X for what it cannot restore."
+            ) from error
 
 
 def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:

@@ -38,10 +38,10 @@ def load(
     restorer = checkpoint.Restorer(initializer, partitioner, cfg, use_orbax)
     try:
         restored = restorer.restore()
-    except (KeyError, ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(
-            "The checkpoint must hold the state of the optimizer in the file of the "
-            f"model: T5X could not restore it ({type(error).__name__}: {error})."
+            "What is preconditioned needs the state of the optimizer in the file of the "
+            f"model, from the checkpoint too: {error}"
         ) from error
     optimizer = restored.state._optimizer
     rate = optimizer_lib.at_step(learning_rate, restored.step)

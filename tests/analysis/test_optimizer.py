@@ -194,6 +194,35 @@ def test_an_injected_learning_rate_is_read_from_the_state():
     assert found.optimizer == "RMSProp"
 
 
+@pytest.mark.parametrize(
+    ("transform", "steps"),
+    [
+        # Before the first step, all entries of their second moments are the same.
+        (optax.rmsprop(0.02), 0),
+        (optax.rmsprop(0.02), 3),
+        (optax.adagrad(0.02), 0),
+        (
+            optax.multi_transform(
+                {"slow": optax.adam(0.02), "fast": optax.adam(0.04)},
+                {"encoder": "slow", "decoder": "fast"},
+            ),
+            3,
+        ),
+    ],
+    ids=["fresh rmsprop", "rmsprop", "fresh adagrad", "two rates"],
+)
+def test_a_rate_that_cannot_be_told_apart_stays_in_the_diagonal(transform, steps):
+    state, params = after(transform, steps)
+    found = optimizer.of_update(transform.update, state, params)
+    assert found.learning_rate is None
+    assert found.includes_learning_rate
+    gradient = draw(7)
+    expected = really(transform.update, state, params, gradient)
+    step = -found.diagonal["encoder"]["kernel"] * gradient["encoder"]["kernel"]
+    share = 0.1 / (1 - 0.9**4) if found.optimizer == "Adam" else 1.0
+    np.testing.assert_allclose(share * step, expected["encoder"]["kernel"], rtol=1e-5)
+
+
 def test_an_update_that_ignores_small_gradients_is_refused():
     state, params = after(optax.lion(1e-3), 2)
     with pytest.raises(

@@ -128,6 +128,8 @@ def test_a_number_that_did_not_converge_says_so_in_the_table():
     ("number", "value", "error"),
     [
         (Number(12.0, "1"), "12", ""),
+        (Number(12345678.0, "1"), "12345678", ""),
+        (Number(12345678.0, "nat"), "1.23457e+07", ""),
         (Number(1.23456789, "nat", 0.0123), "1.23457", "± 0.012"),
         (Number(np.nan, "nat", np.nan), "\N{EN DASH}", "± unknown"),
     ],
@@ -198,6 +200,7 @@ def text_of(page, start, end):
 def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
     document = json.loads((finished_run / "results.json").read_text())
     document |= {"task": "some_task", "step": 1200, "optimizer": "Adafactor"}
+    document["activation_dtype"] = "bfloat16"
     document["model"]["sizes"] = {
         "num_encoder_layers": 2,
         "num_decoder_layers": 3,
@@ -218,7 +221,7 @@ def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
         "2 encoder layers, 3 decoder layers, 4 layers, width 5,120, MLP width 6, 7 heads, "
         "head width 8, vocabulary 32,128",
         f"{document['num_parameters']:,} parameters in float32",
-        "activations in float32",
+        "activations in bfloat16",
         "optimizer Adafactor",
         "task some_task",
         "step 1,200",
@@ -270,6 +273,33 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
         "a 3 ± 0.5",
         "b 4 ± 0.75 *",
     ]
+    told = "<p class='small'>share: spread; <b>*</b>: not converged.</p>"
+    assert page.count(told) == 1
+    # A failure is worse, and said in its place.
+    failed = {"name": "broken", "status": "failed", "reason": "it must be so"}
+    page = render(document | {"measurements": [failed]}, [result])
+    assert "Stopped by a number that cannot be: broken.<" in page
+    assert "Not converged in part" not in page
+
+
+def test_names_of_the_reader_keep_their_signs_and_figures_their_size(finished_run):
+    document = json.loads((finished_run / "results.json").read_text())
+    layers = [f"decoder.layers_{i}" for i in range(48)]
+    number = Number(1.0, "nat", 0.5, "spread", interval=(0.5, 1.5))
+    numbers = {f"{layer}/mean_trace": number for layer in layers}
+    other = Number(2.0, "nat per θ²", 0.5, "spread", interval=(1.5, 2.5))
+    numbers |= {f"{layer}/trace": other for layer in layers}
+    result = MeasurementResult("groups", "GroupTraces", {}, numbers)
+    page = render(document, [result])
+    rows = rows_of(page, "<section id='measurement-groups'", "</section>")
+    assert rows[0] == "mean trace nat trace nat per θ²"
+    assert [row.split()[0] for row in rows[1:]] == layers
+    assert "decoder.layers_0/mean trace 1" in " ".join(rows_of(page, "<h2>In s", "</s"))
+    # A bound on a tall figure's height would shrink its text with it.
+    (style,) = re.findall(r"figure svg \{([^}]*)\}", page)
+    assert "height: auto" in style
+    assert "max-height" not in style
+    assert all(f">{layer}</text>" in page for layer in layers)
 
 
 def test_an_interval_has_the_digits_of_its_value(finished_run):

@@ -48,6 +48,9 @@ def measurements():
     return [
         DirectionalDerivatives(num_random=SEEDS, num_points=0),
         Eigenpairs(num_largest=3, num_smallest=1, max_steps=60),
+        Eigenpairs(
+            name="early", num_largest=1, num_smallest=0, max_steps=3, save_every=1
+        ),
         Trace(**few, relative_error=1e-6),
         SpectralDensity(num_probes=2, num_steps=8),
         GroupTraces(groups=GROUPS, **few),
@@ -163,8 +166,19 @@ def test_an_eigenvalue_has_residual_and_rounding_in_its_error(narrow, wide, fold
     assert (change <= rounding).all()
     assert (2**-9 * values < rounding).all()
     assert (rounding < 0.1 * values).all()
+    # The change relative to the pairs' sizes, which is one for all of them.
+    line = np.polyval(np.polyfit(values, rounding, 1), values)
+    np.testing.assert_allclose(rounding, line, rtol=1e-4)
+    assert rounding.min() < 0.9 * rounding.max()
     found = numbers(narrow, "hessian_eigenpairs")
     assert all("plus rounding in bfloat16" in found[n]["error_kind"] for n in names)
+
+
+def test_a_residual_is_not_counted_as_rounding(narrow, folders):
+    number = numbers(narrow, "early")["largest_1"]
+    residual = np.load(folders[0] / "early.npz")["residuals"][0]
+    assert residual > 0.1 * number["value"]
+    assert 0 < number["error"] - residual < 0.5 * residual
 
 
 def test_the_steps_end_where_the_rounding_begins(narrow, wide):

@@ -236,8 +236,8 @@ from tests.analysis import runs
 # A shell that starts the tests in the background has it ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 save = saved_state.SavedState.save
-def save_and_stop(self, state, generation):
-    save(self, state, generation)
+def save_and_stop(self, state):
+    save(self, state)
     os.kill(os.getpid(), int(sys.argv[2]))
 saved_state.SavedState.save = save_and_stop
 command = lambda: runs.run(sys.argv[1])

@@ -112,6 +112,13 @@ def test_groups_that_leave_parameters_out_say_so(context):
     measurement = GroupTraces(groups={"head": "dense/bias"}, num_probes=4)
     found = measurement.run(context)
     assert "1 leaves are in none or in several, such as dense/kernel" in found.notes[0]
+    twice = GroupTraces(
+        name="twice", groups={"all": ".*", "head": "dense/bias"}, num_probes=4
+    )
+    assert (
+        "1 leaves are in none or in several, such as dense/bias"
+        in (twice.run(context).notes[0])
+    )
     with pytest.raises(ValueError, match=r"'none/.*' matches none"):
         GroupTraces(groups={"x": "none/.*"}).validate(context)
 
@@ -129,7 +136,9 @@ def test_the_diagonal_is_within_its_error(context, dense):
 
 
 def test_a_large_diagonal_is_summed_up_and_not_saved(context):
-    assert Diagonal(num_probes=4, max_saved=15).run(context).arrays == {}
+    assert Diagonal(num_probes=4, max_saved=SIZE - 1).run(context).arrays == {}
+    saved = Diagonal(num_probes=4, max_saved=SIZE).run(context).arrays
+    assert sum(x.size for name, x in saved.items() if name.endswith("/mean")) == SIZE
 
 
 class Killed(BaseException):

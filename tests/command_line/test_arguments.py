@@ -1,5 +1,7 @@
 """The command line: T5X's flags without T5X, and a sentence for what goes wrong."""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -26,6 +28,8 @@ network.T5Config:
   num_decoder_layers = 1
 TASK_FEATURE_LENGTHS = {'inputs': 8, 'targets': 16}
 BATCH_SIZE = 4
+LEARNING_RATE = 0.3
+WARMUP_STEPS = 1
 """
 
 
@@ -85,15 +89,25 @@ def test_train_and_analyze_run_from_anywhere_by_their_gin_files(tmp_path):
         f"--gin.CHECKPOINT_PATH='{model_dir}'",
         f"--gin.ANALYSIS_OUTPUT_DIR='{output_dir}'",
         "--gin.NUM_BATCHES=1",
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives()]",
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Eigenpairs()]",
+        "--gin.Eigenpairs.preconditioned=True",
+        "--gin.Eigenpairs.num_smallest=0",
+        "--gin.Eigenpairs.max_steps=2",
     )
     assert status == 0, said
     assert "Traceback" not in said
     # Its table, whose signs are others where the terminal has them.
     assert "gradient/slope" in said
     assert re.search(r"gradient/slope.* \+- ", said), said
-    assert (output_dir / "results.json").exists()
-    assert "checkpoint_2" in (output_dir / "results.json").read_text()
+    document = json.loads((output_dir / "results.json").read_text())
+    assert document["checkpoint"] == f"{model_dir}/checkpoint_2"
+    # Adafactor's threshold at the step of the checkpoint, of the schedule of its files.
+    numbers = document["measurements"][1]["numbers"]
+    rate = 0.3 / math.sqrt(2)
+    assert numbers["learning_rate"]["value"] == pytest.approx(rate, rel=1e-4)
+    threshold = numbers["stability_threshold"]
+    assert threshold["value"] == pytest.approx(2 / rate, rel=1e-4)
+    assert (document["step"], threshold["unit"]) == (2, "1/η")
 
 
 @pytest.fixture

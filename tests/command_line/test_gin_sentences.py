@@ -113,3 +113,39 @@ def test_an_error_inside_a_function_is_told_from_one_on_the_way_to_it():
 def test_lines_that_gin_adds_about_its_calls_are_left_out():
     error = ValueError("It must be so.\n  In call to configurable 'analyze' (<f>)")
     assert gin_sentences.own_words(error) == "It must be so."
+
+
+MINE = f"""{HEAD}
+import optax
+RATE = 1.0
+optax.adam.b1 = %RATE
+optax.adam.b2 = %DECAY
+DECAY = 0.9
+"""
+REPLACED = {
+    "on the command line": (
+        "",
+        ["optax.adam.b1 = 0.5"],
+        "--gin.optax.adam.b1 takes the place of %RATE in the gin files; give --gin.RATE "
+        "alone.",
+    ),
+    "in a later file": (
+        f"{HEAD}import optax\noptax.adam.b1 = 0.5\n",
+        [],
+        "a gin file binds something else where the run file has %RATE; take that binding "
+        "out and give --gin.RATE alone.",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", REPLACED)
+def test_a_macro_that_another_binding_replaces_is_told_which(where, tmp_path):
+    later, more, words = REPLACED[where]
+    files = [str(tmp_path / name) for name in ("mine.gin", "later.gin")]
+    for file, text in zip(files, (MINE, later), strict=True):
+        (tmp_path / file).write_text(text)
+    bindings = ["RATE = 2.0", "DECAY = 0.5", *more]
+    gin.parse_config_files_and_bindings(files, bindings, finalize_config=False)
+    with pytest.raises(ValueError, match="--gin.RATE must bind a macro") as raised:
+        gin_sentences.check_macros(bindings, files)
+    assert str(raised.value).endswith(f"that this run reads: {words}")

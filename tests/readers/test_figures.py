@@ -1,10 +1,17 @@
 """The figures of the report draw the numbers of results.json, and true densities."""
 
+import re
+
 import numpy as np
 import pytest
 import scipy.stats
 
+from t5x_fwdloss.analysis.report.figures import SERIES
+
 from . import cells
+
+PAIR = r"(largest|smallest)_\d+"
+COLORS = {"largest": SERIES[0], "smallest": SERIES[1]}
 
 
 def band(axis):
@@ -47,6 +54,7 @@ def test_a_trace_plot_draws_the_reported_interval(run, name):
         means = [samples[:n].mean() for n in range(1, len(samples) + 1)]
         np.testing.assert_allclose(line(axis, "running mean")[1], means, rtol=1e-12)
     assert number["unit"] in axis.get_ylabel()
+    assert all(x == int(x) for x in axis.get_xticks())
 
 
 def test_a_trace_plots_caption_names_its_estimator(kept):
@@ -71,6 +79,9 @@ def test_an_eigenvalue_plot_draws_values_and_errors(run, name):
     drawn = {}
     for container in axis.containers:
         points, _, (bars,) = container
+        # What did not converge is hollow.
+        hollow = points.get_markerfacecolor() == "none"
+        assert hollow == (container.get_label() == "not converged")
         for x, y in zip(*points.get_data(), strict=True):
             (low, high) = next(
                 (b[0][1], b[1][1]) for b in bars.get_segments() if b[0][0] == x
@@ -97,7 +108,14 @@ def test_a_convergence_plot_draws_the_history(run, name):
         return
     left, right = run.axes(name, 1)
     pairs = (history.shape[1] - 1) // 2
+    ends = [x.split("_")[0] for x in entry.found["numbers"] if re.fullmatch(PAIR, x)]
+    (allowed,) = [line for line in right.lines if line.get_linestyle() == "--"]
+    assert list(allowed.get_ydata()) == [1, 1]
     for i in range(pairs):
+        for axis in (left, right):
+            assert axis.lines[i].get_color() == COLORS[ends[i]]
+        named = left.lines[i].get_label()
+        assert named == ends[i] or (named.startswith("_") and ends[i] in ends[:i])
         for axis, column in ((left, 1 + 2 * i), (right, 2 + 2 * i)):
             x, y = axis.lines[i].get_data()
             np.testing.assert_array_equal(x, history[:, 0])
@@ -128,6 +146,10 @@ def test_a_density_plot_draws_the_smoothed_nodes(run, name):
     ):
         width = 0.01 * (places.max() - places.min())
         x, y = line(axis, "mean over probes")
+        # Nothing of it is cut off, down to a millionth of the peak.
+        bottom, top = axis.get_ylim()
+        assert bottom == pytest.approx(max(y.max() * 1e-6, y[y > 0].min()))
+        assert top >= band(axis)[2].max()
         assert (x[0], x[-1]) == pytest.approx(
             (places.min() - 5 * width, places.max() + 5 * width)
         )
@@ -164,6 +186,8 @@ def test_a_plot_of_groups_draws_values_and_intervals(run, name):
         assert bars[place] == pytest.approx(number["value"])
         assert intervals[place] == pytest.approx(number["interval"])
     assert number["unit"] in axis.get_xlabel()
+    (zero,) = [x for x in axis.lines if list(x.get_ydata()) == [0, 1]]
+    assert list(zero.get_xdata()) == [0, 0]
 
 
 def test_a_plot_of_directions_draws_losses_and_model(kept):

@@ -27,6 +27,9 @@ def test_the_header_says_what_was_measured(kept):
     counted = sum(np.count_nonzero(b["decoder_loss_weights"]) for b in dense.batches())
     assert document["num_tokens"] == counted
     assert (document["step"], document["seed"]) == (70, cells.SEED)
+    loss = kept["directional_derivatives"].value("loss")
+    assert document["loss_value"] == pytest.approx(loss, rel=EPS)
+    assert document["parameters_left_out"] == []
     sizes = dataclasses.asdict(dense.SIZES)
     assert document["model"] == {
         "class": "StandaloneModel",

@@ -230,21 +230,59 @@ def test_damaged_metadata_is_named(tmp_path, content):
         checkpoint.parameter_shapes(str(path))
 
 
-def test_what_t5x_cannot_read_is_named(tmp_path, monkeypatch):
-    """As Orbax says it of a truncated array: an exception of no class of its own."""
+def restore_raising(monkeypatch, path, error):
+    """T5X's restoring where its code raises this."""
     from t5x import utils
 
     from t5x_fwdloss.t5x_host import checkpoint
 
     def fail(*_, **__):
-        raise Exception("Encountered error while reading array index: 0.\nSee below.")
+        raise error
 
     monkeypatch.setattr(utils, "create_checkpoint_manager_and_restore", fail)
     restorer = checkpoint.Restorer.__new__(checkpoint.Restorer)
     restorer._initializer = restorer._partitioner = None
     restorer._use_orbax = True
-    with pytest.raises(
-        ValueError,
-        match=f"{tmp_path} must be whole and readable: a file in it is damaged. If it",
-    ):
-        restorer._restored(None, str(tmp_path))
+    restorer._restored(None, str(path))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        # As Orbax says it of a truncated array: an exception of no class of its own.
+        (
+            Exception("Encountered error while reading array index: 0.\nSee below."),
+            "a file in it is damaged",
+        ),
+        (PermissionError(13, "Permission denied"), "Permission denied"),
+        (EOFError("Ran out of input"), "its content is damaged"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_files_report_is_called_damage(tmp_path, monkeypatch, error, words):
+    sentence = f"{tmp_path} must be whole and readable: {words}. If it is damaged, "
+    with pytest.raises(ValueError, match=sentence):
+        restore_raising(monkeypatch, tmp_path, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            TypeError("f() takes 1 argument\nbut got 2."),
+            r"TypeError: f\(\) takes 1 arg",
+        ),
+        (KeyError("target"), r"KeyError: 'target'\. Either"),
+        (AttributeError("no attribute 'm'."), r"AttributeError: no attribute 'm'\. E"),
+        (ValueError("Rules must match."), r"ValueError: Rules must match\. Either"),
+        (RuntimeError(), r"RuntimeError\. Either"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_what_may_be_of_the_configuration_keeps_its_type_and_words(
+    tmp_path, monkeypatch, error, words
+):
+    message = f"The checkpoint {tmp_path} could not be read: {words}"
+    with pytest.raises(ValueError, match=message) as raised:
+        restore_raising(monkeypatch, tmp_path, error)
+    assert "damaged" not in str(raised.value)

@@ -129,20 +129,35 @@ def test_adam_of_optax_is_seen_through_t5xs_wrapper():
     assert found.threshold == pytest.approx(38.0, rel=1e-5)
 
 
-def test_a_schedule_is_asked_for_the_checkpoints_step(monkeypatch):
+def load(monkeypatch, restore, learning_rate=None):
+    """The preconditioner of what a restorer restores."""
     from t5x_fwdloss.t5x_host import optimizer as host
 
     class Restorer:
-        """Restores an optimizer after three steps, and says that it were seventy."""
+        """Takes what T5X's takes."""
 
         def __init__(self, *_):
-            pass
-
-        def restore(self):
-            state = types.SimpleNamespace(_optimizer=after(adafactor_of(), 3))
-            return types.SimpleNamespace(state=state, step=70)
+            self.restore = restore
 
     monkeypatch.setattr(host.checkpoint, "Restorer", Restorer)
-    load = inspect.unwrap(host.load)  # of the check of its arguments' types
-    found = load(None, None, None, learning_rate=lambda step: step / 100)
+    unchecked = inspect.unwrap(host.load)  # of the check of its arguments' types
+    return unchecked(None, None, None, learning_rate=learning_rate)
+
+
+def test_a_schedule_is_asked_for_the_checkpoints_step(monkeypatch):
+    def restore():
+        """An optimizer after three steps, which says that it were seventy."""
+        state = types.SimpleNamespace(_optimizer=after(adafactor_of(), 3))
+        return types.SimpleNamespace(state=state, step=70)
+
+    found = load(monkeypatch, restore, lambda step: step / 100)
     assert found.learning_rate == pytest.approx(0.7)
+
+
+def test_a_state_that_cannot_be_restored_is_told_what_needed_it(monkeypatch):
+    def restore():
+        raise ValueError("The checkpoint /c could not be read: KeyError: 'v_row'.")
+
+    sentence = "What is preconditioned needs .*, from the checkpoint too: The .*'v_row'"
+    with pytest.raises(ValueError, match=sentence):
+        load(monkeypatch, restore)

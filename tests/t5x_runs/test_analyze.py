@@ -31,7 +31,8 @@ def arguments(project, checkpoint, name, *more):
 def analyzed(project, checkpoint):
     """One checkpoint on one device, by the real command, and on eight."""
     few = [
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), @LossComparison()]",
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), "
+        "@LossComparison(), @Eigenpairs()]",
         "--gin.DirectionalDerivatives.num_random=1",
         "--gin.DirectionalDerivatives.along_preconditioned_gradient=True",
         f"--gin.DirectionalDerivatives.checkpoints=['{checkpoint[:-2]}0']",
@@ -40,6 +41,11 @@ def analyzed(project, checkpoint):
         "--gin.LossComparison.implementations=['custom_vjp', 'custom_jvp']",
         "--gin.LossComparison.chunk_lengths=[8]",
         "--gin.LossComparison.num_rounds=1",
+        "--gin.Eigenpairs.preconditioned=True",
+        "--gin.Eigenpairs.num_largest=1",
+        "--gin.Eigenpairs.num_smallest=0",
+        "--gin.Eigenpairs.max_steps=1",
+        "--gin.LEARNING_RATE_FN=@utils.create_learning_rate_scheduler()",
     ]
 
     # The folder of checkpoints, and what files of models that add parameters bind.
@@ -114,6 +120,17 @@ def test_adafactors_second_moment_is_read_from_the_checkpoint(analyzed):
     of = lambda label: found["directional_derivatives", f"{label}/slope"]
     # Uphill, and less steep than the gradient itself; another direction than it.
     assert 0 < of("preconditioned_gradient") < 0.9 * of("gradient")
+
+
+def test_the_threshold_is_that_of_the_schedule_at_the_checkpoints_step(analyzed):
+    """The schedule is that of the training, whose warmup takes 100 steps."""
+    for results in analyzed:
+        found = results["measurements"][3]["numbers"]
+        rate = 50 / 100 * 100**-0.5
+        assert found["learning_rate"]["value"] == pytest.approx(rate, rel=1e-6)
+        # Adafactor without momentum.
+        assert found["stability_threshold"]["value"] == pytest.approx(2 / rate)
+        assert found["stability_threshold"]["unit"] == "1/η"
 
 
 def test_the_run_keeps_its_configuration_and_the_second_checkpoint(project, analyzed):

@@ -2,9 +2,9 @@ r"""The losses beside each other, on this model, this checkpoint, these batches.
 
 The reference is `custom_vjp`, T5X's own rule. For each candidate: how far its value,
 gradient and directional derivative are from the reference's, what one value and gradient
-and one jvp of the first batch take in temporary memory, and how long in units of the
-reference's value and gradient (medians of interleaved runs). It answers which loss to
-train with.
+and one jvp of the first batch (or microbatch) take in temporary memory, and how long in
+units of the reference's value and gradient (medians of interleaved runs). It answers
+which loss to train with.
 """
 
 import dataclasses
@@ -69,6 +69,12 @@ class LossComparison(Measurement):
         expected = reference.value(context.params), reference.gradient(context.params)
         numbers: dict[str, Number] = {}
         notes: list[str] = []
+        pieces = context.objective.num_microbatches
+        if pieces > 1:
+            notes.append(
+                "Memory and time are those of one microbatch, of which each batch has "
+                f"{pieces}."
+            )
         programs = {"reference": _value_and_gradient(reference, context.params)}
         with context.progress(self.name, len(candidates)) as progress:
             for label, objective in candidates.items():

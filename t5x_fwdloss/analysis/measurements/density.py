@@ -169,7 +169,9 @@ def _density(result: MeasurementResult) -> Figure | None:
     ):
         curve = smoothing.density(samples)
         axis.plot(curve.grid, curve.mean, color=SERIES[0], label="mean over probes")
+        top = curve.mean.max()
         if samples.num_probes > 1:
+            top = curve.high.max()
             axis.fill_between(
                 curve.grid,
                 curve.low,
@@ -179,7 +181,7 @@ def _density(result: MeasurementResult) -> Figure | None:
                 linewidth=0,
                 label=f"{curve.confidence:.0%} band",
             )
-        axis.set_ylim(bottom=_floor(curve.mean), top=2 * curve.mean.max())
+        axis.set_ylim(bottom=_floor(curve.mean), top=2 * top)
         axis.set_yscale("log")
     left.set_ylabel("density")
     left.set_xlabel(f"eigenvalue, {result.numbers['trace'].unit}")

@@ -356,6 +356,7 @@ def _convergence(result: MeasurementResult) -> Figure | None:
     right.set_title("estimated residuals; dashed: allowed")
     right.set_ylabel("relative to what is allowed")
     for axis in (left, right):
+        figures.count_along(axis)
         axis.set_xlabel("products")
     left.legend(loc="best")
     return left.get_figure(root=True)

@@ -162,7 +162,7 @@ class TransformedMeasurement(MatrixMeasurement):
         found = context.preconditioner()
         if found.threshold is None:
             return {}
-        if found.learning_rate is not None:
+        if found.learning_rate:  # steps of a rate of zero never diverge
             threshold = found.threshold / found.learning_rate
             return {
                 "stability_threshold": Number(threshold, "1/η"),

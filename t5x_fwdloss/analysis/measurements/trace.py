@@ -162,6 +162,7 @@ def _samples(result: MeasurementResult) -> Figure | None:
             linewidth=0,
             label=f"{result.settings['confidence']:.0%} confidence interval",
         )
+    figures.count_along(axis)
     axis.set_xlabel("probes")
     axis.set_ylabel(f"trace, {trace.unit}")
     axis.legend(loc="best")

@@ -40,13 +40,26 @@ def check_finite(name: str, parts: Iterable[tuple[str, Mapping[str, float]]]) ->
 
 
 def by_batch(
-    parts: Iterable[Mapping[str, float]],
+    parts: Iterable[Mapping[str, float]], num_microbatches: int = 1
 ) -> Iterable[tuple[str, Mapping[str, float]]]:
-    """The parts with the names of batches, in order."""
-    return ((f"batch {number}", blocks) for number, blocks in enumerate(parts))
+    """The parts with the names of batches, in order.
+
+    Args:
+        parts: one for each batch, or for each piece of it.
+        num_microbatches: how many pieces a batch has.
+    """
+    for number, blocks in enumerate(parts):
+        batch, piece = divmod(number, num_microbatches)
+        of = "" if num_microbatches == 1 else f"microbatch {piece} of "
+        yield f"{of}batch {batch}", blocks
 
 
-def check_vector(name: str, total: Any, parts: Callable[[], Iterable[Any]]) -> None:
+def check_vector(
+    name: str,
+    total: Any,
+    parts: Callable[[], Iterable[Any]],
+    num_microbatches: int = 1,
+) -> None:
     """Pass if every entry of a sum over batches is finite.
 
     Args:
@@ -54,12 +67,13 @@ def check_vector(name: str, total: Any, parts: Callable[[], Iterable[Any]]) -> N
         total: the sum.
         parts: computes the batches' parts once more, in order; called where the sum is
             not finite, to say where that happened.
+        num_microbatches: how many pieces a batch has.
 
     Else `NonFiniteLossError` names the first batch and block that is not.
     """
     whole = largest_magnitudes(total)
     if not all(map(math.isfinite, whole.values())):
-        check_finite(name, by_batch(map(largest_magnitudes, parts())))
+        check_finite(name, by_batch(map(largest_magnitudes, parts()), num_microbatches))
         check_finite(name, [("the sum over batches", whole)])
 
 

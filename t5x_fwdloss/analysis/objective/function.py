@@ -198,12 +198,16 @@ class Objective:
 
     def with_model(self, model: Any) -> "Objective":
         """The same batches under another model, such as the same with another loss."""
-        return Objective.from_model(
+        found = Objective.from_model(
             model,
             self.batches,
             dropout_seed=self.dropout_seed,
             precision=self.precision,
         )
+        # The batches are cut already: messages name them as before.
+        found.num_microbatches = self.num_microbatches
+        found.batches_hash = self.batches_hash
+        return found
 
     def compiled(self, function: Callable[..., Any], params: PyTree, *more: Any) -> Any:
         """`function(params, batch, key, *more)` compiled for the first batch.
@@ -316,7 +320,7 @@ class Objective:
         wide = parameters.widened(params)
         parts = lambda: (program(wide, *pair) for pair in self._pairs())
         total = summed(parts())
-        check_vector("the gradient", total, parts)
+        check_vector("the gradient", total, parts, self.num_microbatches)
         return total
 
     def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
@@ -331,7 +335,7 @@ class Objective:
         )
         shares = [(float(x), float(y)) for x, y in found]
         parts = ({"its value": x, "its derivative": y} for x, y in shares)
-        check_finite("the loss", by_batch(parts))
+        check_finite("the loss", by_batch(parts, self.num_microbatches))
         value, derivative = zip(*shares, strict=True)
         return math.fsum(value), math.fsum(derivative)
 
@@ -364,6 +368,7 @@ class Objective:
             self._linear_maps[matrix],
             parameters.widened(params),
             list(self._pairs()),
+            num_microbatches=self.num_microbatches,
             precision=self.precision,
             memory_budget=memory_budget,
             fold=fold,

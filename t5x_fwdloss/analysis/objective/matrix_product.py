@@ -39,6 +39,7 @@ class MatrixProduct:
         params: PyTree,
         batches: Sequence[tuple[Any, ...]],
         *,
+        num_microbatches: int = 1,
         precision: str,
         memory_budget: int | None,
         fold: bool,
@@ -51,7 +52,8 @@ class MatrixProduct:
             name: the matrix, as a noun phrase.
             linear_map: its product, split.
             params: parameters, float32 or wider.
-            batches: for each batch the further arguments of the map.
+            batches: for each batch, or piece of one, the further arguments of the map.
+            num_microbatches: into how many pieces each batch is cut.
             precision: matmul precision.
             memory_budget: bytes per device that may be kept; None: half of the free.
             fold: whether to rewrite the linear functions to read less memory.
@@ -64,6 +66,7 @@ class MatrixProduct:
             memory_budget = multihost.least(SHARE * linearized.free_bytes())
         self._name, self._precision = name, precision
         self._params, self._largest = params, None
+        self._num_microbatches = num_microbatches
         self._is_semidefinite, self._rounding = is_semidefinite, rounding
         constrained = LinearMap(
             linear_map.linearize,
@@ -82,11 +85,12 @@ class MatrixProduct:
 
     @property
     def how(self) -> str:
-        """How many batches are linearized, what that takes, and if they are not folded."""
+        """How many (micro)batches are linearized, what that takes, if they are not folded."""
         records = self._product.batches
+        parts = "batches" if self._num_microbatches == 1 else "microbatches"
         kept = sum(record.residual_bytes for record in records if record.linearized)
         sentence = (
-            f"{self._product.num_linearized} of {len(records)} batches linearized, "
+            f"{self._product.num_linearized} of {len(records)} {parts} linearized, "
             f"{kept / 2**20:.1f} MiB a device"
         )
         if self._product.num_linearized and self._product.folding != FOLDED:
@@ -120,6 +124,7 @@ class MatrixProduct:
                 f"the product with {self._name}",
                 found,
                 lambda: self._product.parts(argument, stacked=stacked, params=params),
+                self._num_microbatches,
             )
         self._check_sign(argument, found, stacked)
         return found

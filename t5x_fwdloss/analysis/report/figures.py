@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 INK, FAINT, GRID = "#010101", "#020202", "#030303"
 SERIES = ("#040404", "#050505", "#060606", "#070707", "#080808")
@@ -66,6 +67,11 @@ def panels(num: int, *, columns: int = 3, height: float = 2.6) -> list[Axes]:
     for unused in axes[num:]:
         unused.remove()
     return list(axes[:num])
+
+
+def count_along(axis: Axes) -> None:
+    """Ticks at whole numbers, for an axis that counts."""
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def to_svg(figure: Figure, salt: str) -> str:

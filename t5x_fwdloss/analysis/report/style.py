@@ -40,7 +40,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.25rem; 
 dt { color: var(--faint); }
 dd { margin: 0; overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
 figure { margin: 0 0 1.1rem; }
-figure svg { width: 100%; height: auto; max-height: 40rem; display: block; }
+figure svg { width: 100%; height: auto; display: block; }
 figcaption, .small { color: var(--faint); font-size: .85rem; }
 p.small { margin: .75rem 0 0; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }

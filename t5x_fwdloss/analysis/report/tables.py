@@ -88,12 +88,14 @@ def _grid(numbers: dict[str, Number]) -> str:
     rows = []
     for label in labels:
         cells = [numbers.get(f"{label}/{column}") for column in columns]
-        rows.append(f"<tr><td>{_spaced(label)}</td>{''.join(map(_cell, cells))}</tr>")
+        rows.append(f"<tr><td>{escaped(label)}</td>{''.join(map(_cell, cells))}</tr>")
     kinds = {
-        f"{_spaced(name.rpartition('/')[2])}: {_kind(number)}": None
+        f"{_spaced(name.rpartition('/')[2])}: {escaped(number.error_kind)}": None
         for name, number in numbers.items()
         if number.error is not None
     }
+    if not all(number.converged for number in numbers.values()):
+        kinds["<b>*</b>: not converged"] = None
     about = f"<p class='small'>{'; '.join(kinds)}.</p>" if kinds else ""
     return table(f"<th>{''.join(heads)}", rows) + about
 
@@ -118,4 +120,6 @@ def _unit(number: Number) -> str:
 
 
 def _spaced(name: str) -> str:
-    return escaped(name.replace("_", " "))
+    """The name in words; what stands before a slash is a name of the reader's."""
+    row, slash, column = name.rpartition("/")
+    return escaped(f"{row}{slash}{column.replace('_', ' ')}")

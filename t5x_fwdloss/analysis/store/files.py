@@ -194,23 +194,37 @@ def reason(error: BaseException) -> str:
     What JSON, NumPy, Orbax and TensorStore say of damaged files is about their own
     parts; of anything else it is the first line of what the exception says.
     """
+    found = storage_reason(error)
+    if found:
+        return found
+    if isinstance(error, OTHER_PARTS):
+        return "a part of it is missing or of another kind"
+    return first_line(error) or type(error).__name__
+
+
+def storage_reason(error: BaseException) -> str:
+    """What files or a storage report by this error; '' where it may be something else."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, DAMAGED):
         return "its content is damaged"
     if isinstance(error, OTHER_PARTS):
-        return "a part of it is missing or of another kind"
+        return ""
     text = str(error)
     found = [words for words in QUOTED if words in text]
     found += [words for code, words in STATUSES.items() if re.search(code, text)]
     if found:
         return found[0]
     status = re.match(r"([A-Z]{2}[A-Z_]+): ", text)
-    if status:
-        return f"the storage reports {status[1].replace('_', ' ').lower()}"
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    words = lines[0][:200].rstrip(".") if lines else ""
-    return words or type(error).__name__
+    return (
+        f"the storage reports {status[1].replace('_', ' ').lower()}" if status else ""
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200].rstrip(".") if lines else ""
 
 
 def _write_synced(path, content) -> None:

@@ -71,7 +71,7 @@ def _is_array(kind):
     return kind is np.ndarray or getattr(kind, "array_type", None) is np.ndarray
 
 
-def _packed(value, kind, vectors):
+def _packed(value, kind: typing.Any, vectors) -> typing.Any:
     kind, optional = _optional(kind)
     if optional and value is None:
         return None
@@ -95,7 +95,7 @@ def _packed(value, kind, vectors):
     return value
 
 
-def _unpacked(value, kind, vectors, like):
+def _unpacked(value, kind: typing.Any, vectors, like) -> typing.Any:
     kind, optional = _optional(kind)
     if optional and value is None:
         return None

@@ -101,9 +101,11 @@ def small_gradient_response(update: Update, state: Any, params: PyTree) -> Respo
         diagonal, sums = differentiated(state, params)
         found = {name: float(x) for name, x in jax.device_get(sums).items()}
     if not math.isfinite(found["square"]) or found["square"] == 0.0:
+        zero = ", as with a learning rate of zero" * (found["square"] == 0.0)
         raise ValueError(
             "The optimizer's update must be a smooth function of small gradients and "
-            f"depend on them: the squares of its derivatives sum to {found['square']}."
+            f"depend on them: the squares of its derivatives sum to {found['square']}"
+            f"{zero}."
         )
     same = found["momentum_spread"] <= SPREAD and found["follow_up_spread"] <= SPREAD
     return Response(
