@@ -9,9 +9,9 @@ import pytest
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
-    Trace,
     LossComparison,
     Objective,
+    Trace,
 )
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 

@@ -106,7 +106,8 @@ def _unpacked(value, kind: typing.Any, vectors, like) -> typing.Any:
             name: like if name == LIKE else _unpacked(value[name], of, vectors, like)
             for name, of in _fields(kind).items()
         }
-        return kind(**found)
+        make: typing.Any = kind
+        return make(**found)
     if _is_array(kind):
         return np.array(value["values"], np.float64).reshape(value["shape"])
     origin, given = typing.get_origin(kind), typing.get_args(kind)
