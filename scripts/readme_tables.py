@@ -76,9 +76,10 @@ def curvature(file: str = "curvature_cpu.json") -> str:
         times = [f"{problem['rows'][name]['time']:.2f}" for problem in problems]
         lines.append(f"| {name} | " + " | ".join(times) + " |")
     work = [100 * problem["lanczos"]["vector_over_products"] for problem in problems]
-    steps = problems[0]["lanczos"]["steps"]
+    run = problems[0]["lanczos"]
     lines.append(
-        f"| vector work of {steps} Lanczos steps, over that of their products | "
+        f"| vector work of {run['steps']} steps of eigenpairs on {run['batches']} "
+        "batches, over that of their products | "
         + " | ".join(f"{x:.0f} %" for x in work)
         + " |"
     )

@@ -53,7 +53,8 @@ class Eigenpairs(TransformedMeasurement):
             of the Hessian, 0 of the other matrices, whose smallest are near zero.
         max_steps: largest number of products spent on the space.
         tolerance: residual at which a pair is converged, relative to its own magnitude.
-        max_basis: largest number of vectors held at once, or None for `max_steps`.
+        max_basis: largest number of vectors held at once; None: three for each pair and
+            ten more.
         basis_on_host: whether the vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run goes on from there.
         num_starts: random start vectors. Where eigenvalues are known to occur several
