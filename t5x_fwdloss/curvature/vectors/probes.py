@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.curvature.vectors import in_flight, trees
 from t5x_fwdloss.curvature.vectors.layout import sharding_of as sharding_of
 from t5x_fwdloss.curvature.vectors.layout import stacked_sharding as stacked_sharding
 
@@ -56,43 +56,35 @@ def path_hash(path: str) -> np.uint32:
     return np.uint32(zlib.crc32(path.encode("utf-8")))
 
 
+# One for all leaves of a shape: a tree of many layers has few shapes, and a compiled
+# function that drew all its leaves would be compiled for seconds.
 @functools.cache
-def _sampler(structure, paths, avals, shardings, kind, stacked):
-    draw = KINDS[kind]
+def _sampler(shape, dtype, sharding, kind, stacked):
+    def sample(key, number):
+        return KINDS[kind](jax.random.fold_in(key, number), shape, dtype)
 
-    def sample(key):
-        leaves = [
-            draw(jax.random.fold_in(key, path_hash(path)), shape, dtype)
-            for path, (shape, dtype) in zip(paths, avals, strict=True)
-        ]
-        return jax.tree.unflatten(structure, leaves)
-
-    out = None
-    if all(sharding is not None for sharding in shardings):
-        out = jax.tree.unflatten(structure, shardings)
-    return jax.jit(jax.vmap(sample) if stacked else sample, out_shardings=out)
+    if stacked:
+        sample = jax.vmap(sample, (0, None))
+    return jax.jit(sample, out_shardings=sharding)
 
 
 def _sample(key, params, kind, stacked):
     if kind not in tuple(KINDS):
         raise ValueError(f"kind must be one of {tuple(KINDS)}: got {kind!r}.")
     floats = trees.float_part(params)
-    leaves = jax.tree.leaves(floats)
-    avals = tuple((leaf.shape, trees.vector_dtype(leaf)) for leaf in leaves)
-    shardings = tuple(sharding_of(leaf) for leaf in leaves)
-    if stacked:
-        shardings = tuple(stacked_sharding(sharding) for sharding in shardings)
-    sampler = _sampler(
-        jax.tree.structure(floats),
-        tuple(trees.leaf_paths(floats)),
-        avals,
-        shardings,
-        kind,
-        stacked,
-    )
+    leaves, structure = jax.tree.flatten(floats)
+    drawn = []
     # Without partitionable threefry the draw of a sharded leaf needs communication.
     with jax.threefry_partitionable(True):
-        return sampler(key)
+        for path, leaf in zip(trees.leaf_paths(floats), leaves, strict=True):
+            sharding = sharding_of(leaf)
+            if stacked:
+                sharding = stacked_sharding(sharding)
+            dtype = trees.vector_dtype(leaf)
+            sampler = _sampler(leaf.shape, dtype, sharding, kind, stacked)
+            leaf = sampler(key, path_hash(path))
+            drawn.append(in_flight.limited(len(drawn), leaf))
+    return jax.tree.unflatten(structure, drawn)
 
 
 def random_like(key: Key, params: PyTree, kind: str = "rademacher") -> PyTree:
