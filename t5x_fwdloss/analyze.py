@@ -38,7 +38,12 @@ from t5x import models as t5x_models
 
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.command_line import exit_status, gin_sentences, initialization
+from t5x_fwdloss.command_line import (
+    compilation_cache,
+    exit_status,
+    gin_sentences,
+    initialization,
+)
 from t5x_fwdloss.t5x_host import checkpoint, dataset
 from t5x_fwdloss.t5x_host import optimizer as host_optimizer
 
@@ -66,6 +71,7 @@ def analyze(
     use_orbax: bool = True,
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    compilation_cache_dir: settings.Path | None = None,
     learning_rate_fn: optimizer_lib.LearningRate | None = None,
     config_text: str = "",
 ) -> int:
@@ -91,6 +97,8 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
+            run; None: what JAX's own settings say.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
             of stability beside preconditioned eigenvalues.
         config_text: the gin configuration, kept with the results.
@@ -100,6 +108,7 @@ def analyze(
     """
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
+    compilation_cache.use(compilation_cache_dir)
     dataset.check_config(dataset_cfg)
     dataset.check_mesh(partitioner)
     path = restore_checkpoint_cfg.path

@@ -76,6 +76,7 @@ EVERY_ANALYSIS = [
         "MEMORY_BUDGET='1GB'",
         r"MEMORY_BUDGET must be a whole number of at least 0 or No",
     ),
+    ("COMPILATION_CACHE_DIR=7", r"COMPILATION_CACHE_DIR must be "),
     ("MEMORY_BUDGET=1GB", r"--gin.MEMORY_BUDGET must have a value that gin can read"),
     ("MATMUL_PRECISION=high", r"--gin.MATMUL_PRECISION must .* needs quotes inside"),
     ("MATMUL_PRECISION='low'", r"MATMUL_PRECISION must be one of 'default', 'high', "),

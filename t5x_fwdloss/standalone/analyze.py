@@ -23,7 +23,7 @@ import optax
 from t5x_fwdloss import analysis, progress
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.command_line import initialization
+from t5x_fwdloss.command_line import compilation_cache, initialization
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -57,6 +57,7 @@ def analyze(
     matmul_precision: analysis.Precision = "highest",
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    compilation_cache_dir: settings.Path | None = None,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
     config_text: str = "",
@@ -79,6 +80,8 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             what is free; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
+            run; None: what JAX's own settings say.
         optimizer: that of the training, for what is preconditioned.
         learning_rate: its learning rate, or the schedule of it, where it cannot be told
             from the optimizer itself.
@@ -88,6 +91,7 @@ def analyze(
     """
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
+    compilation_cache.use(compilation_cache_dir)
     check_no_other_loss(model)
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)

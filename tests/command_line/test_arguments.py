@@ -89,6 +89,7 @@ def test_train_and_analyze_run_from_anywhere_by_their_gin_files(tmp_path):
         f"--gin.CHECKPOINT_PATH='{model_dir}'",
         f"--gin.ANALYSIS_OUTPUT_DIR='{output_dir}'",
         "--gin.NUM_BATCHES=1",
+        f"--gin.COMPILATION_CACHE_DIR='{tmp_path / 'compiled'}'",
         "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Eigenpairs()]",
         "--gin.Eigenpairs.preconditioned=True",
         "--gin.Eigenpairs.num_smallest=0",
@@ -99,6 +100,8 @@ def test_train_and_analyze_run_from_anywhere_by_their_gin_files(tmp_path):
     # Its table, whose signs are others where the terminal has them.
     assert "gradient/slope" in said
     assert re.search(r"gradient/slope.* \+- ", said), said
+    # One file for each function that took its time.
+    assert len(list((tmp_path / "compiled").iterdir())) > 5
     document = json.loads((output_dir / "results.json").read_text())
     assert document["checkpoint"] == f"{model_dir}/checkpoint_2"
     # Adafactor's threshold at the step of the checkpoint, of the schedule of its files.
