@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 
+from t5x_fwdloss.analysis import GroupTraces
 from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
     Number,
@@ -277,7 +278,7 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
     assert page.count(told) == 1
     # A failure is worse, and said in its place.
     failed = {"name": "broken", "status": "failed", "reason": "it must be so"}
-    page = render(document | {"measurements": [failed]}, [result])
+    page = render(document | {"measurements": [failed]}, [result], {})
     assert "Stopped by a number that cannot be: broken.<" in page
     assert "Not converged in part" not in page
 
@@ -290,7 +291,7 @@ def test_names_of_the_reader_keep_their_signs_and_figures_their_size(finished_ru
     other = Number(2.0, "nat per θ²", 0.5, "spread", interval=(1.5, 2.5))
     numbers |= {f"{layer}/trace": other for layer in layers}
     result = MeasurementResult("groups", "GroupTraces", {}, numbers)
-    page = render(document, [result])
+    page = render(document, [result], {"groups": GroupTraces().plots()})
     rows = rows_of(page, "<section id='measurement-groups'", "</section>")
     assert rows[0] == "mean trace nat trace nat per θ²"
     assert [row.split()[0] for row in rows[1:]] == layers
