@@ -18,7 +18,7 @@ def finished(path, **settings):
 
 
 def trace(document):
-    return document["measurements"][0]["numbers"]["trace"]["value"]
+    return document["measurements"][0]["results"]["trace"]["value"]
 
 
 @pytest.mark.parametrize("in_product", [False, True], ids=["at once", "in the product"])
