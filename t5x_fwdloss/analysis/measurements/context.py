@@ -23,17 +23,6 @@ from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
 
-
-class EstimatorState(Protocol):
-    """Where an estimator of `curvature` stands: a dataclass that `packing` takes."""
-
-    @property
-    def num_products(self) -> int:
-        """Products so far."""
-        ...
-
-
-State = TypeVar("State", bound=EstimatorState)
 Estimate = TypeVar("Estimate")
 
 
@@ -223,18 +212,18 @@ class Context:
     def resumed(
         self,
         name: str,
-        state_class: type[State],
+        state_class: Any,
         total: int,
         estimate: Callable[..., Estimate],
         *,
         save_every: int = 1,
-        note: Callable[[State], str] = lambda _: "",
+        note: Callable[[Any], str] = lambda _: "",
     ) -> Estimate:
         """Runs an estimator from its saved state on, if there is one, and saves and shows it.
 
         Args:
             name: the measurement's name.
-            state_class: the class of the estimator's state.
+            state_class: the class of the estimator's state; it has `num_products`.
             total: how many products it takes, at most.
             estimate: the estimator; called with `on_step` and `state`.
             save_every: products between two saved states.
@@ -248,7 +237,7 @@ class Context:
         done = 0 if state is None else state.num_products
         with self.progress(name, total, done) as progress:
 
-            def on_step(state: State) -> None:
+            def on_step(state: Any) -> None:
                 nonlocal done
                 progress.update(state.num_products - done, note(state))
                 done = state.num_products
