@@ -86,7 +86,7 @@ def measure(args, dtype, seed, measurements):
     return {
         f"{found['name']}/{name}": number
         for found in document["measurements"]
-        for name, number in found["numbers"].items()
+        for name, number in found["results"].items()
     }
 
 

@@ -224,7 +224,7 @@ def outcome(folder) -> dict:
     document = json.loads((folder / "results.json").read_text())
     found = {}
     for entry in document["measurements"]:
-        for name, number in entry["numbers"].items():
+        for name, number in entry["results"].items():
             if not any(word in name for word in UNEQUAL):
                 found[f"{entry['name']}/{name}"] = number
     for path in sorted(folder.glob("*.npz")):

@@ -5,7 +5,7 @@
 #   MODEL_DIR=/tmp/mine GIN_FILES="my_model.gin my_run.gin" LOSS=chunked \
 #     scripts/train_with_loss.sh --gin.TRAIN_STEPS=1000
 #
-# LOSS is a file of t5x_fwdloss/configs/losses: custom_vjp (T5X's own, to the bit),
+# LOSS is a file of t5x_fwdloss/configs/losses: custom_vjp (T5X's own, bit for bit),
 # autodiff, custom_jvp, chunked. Order: your files, the loss, then what overrides both.
 set -euo pipefail
 

@@ -185,7 +185,7 @@ def analyze(
 
 
 def forward_losses() -> list[str]:
-    """The names of the losses that a tangent can be pushed through."""
+    """The names of the losses that have forward mode."""
     return [name for name, x in losses.IMPLEMENTATIONS.items() if x.has_forward_mode]
 
 

@@ -120,8 +120,10 @@ def to_json(value: Any) -> Any:
 def result_to_json(result: MeasurementResult) -> dict[str, Any]:
     """The result with the checksum of its arrays, which are stored beside it."""
     found = to_json(dataclasses.replace(result, arrays={}))
-    found.pop("arrays")
+    del found["arrays"]
+    numbers = found.pop("numbers")
     return found | {
+        "results": numbers,
         "matrix": result.settings.get("matrix"),
         "arrays_sha256": arrays_digest(result.arrays),
         "converged": result.converged,
@@ -143,7 +145,7 @@ def result_from_json(
     found: dict[str, Any], arrays: dict[str, np.ndarray]
 ) -> MeasurementResult:
     """The inverse of `result_to_json`; null values become NaN again."""
-    numbers = {name: _number(x) for name, x in found["numbers"].items()}
+    numbers = {name: _number(x) for name, x in found["results"].items()}
     return MeasurementResult(
         name=found["name"],
         kind=found["kind"],

@@ -406,7 +406,7 @@ def test_all_of_the_seed_is_used(tmp_path):
     for seed in (0, 2**32):
         assert runs.run(tmp_path / str(seed), measurements=TRACE, seed=seed) == 0
         found = json.loads((tmp_path / str(seed) / "results.json").read_text())
-        traces.append(found["measurements"][0]["numbers"]["trace"]["value"])
+        traces.append(found["measurements"][0]["results"]["trace"]["value"])
     assert traces[0] != traces[1]
     for seed in (-1, 10**23):
         with pytest.raises(ValueError, match="seed must be a whole number of at"):

@@ -18,7 +18,7 @@ def finished(path, **settings):
 
 
 def trace(document):
-    return document["measurements"][0]["numbers"]["trace"]["value"]
+    return document["measurements"][0]["results"]["trace"]["value"]
 
 
 @pytest.mark.parametrize("in_product", [False, True], ids=["at once", "in the product"])
@@ -38,7 +38,7 @@ def test_a_run_whose_folding_fails_goes_on_and_says_so(
     document = finished(tmp_path / "broken")
     sentence = document["products"]["hessian"]
     assert sentence.startswith("2 of 2 batches linearized")
-    assert sentence.endswith(" MiB a device, not folded: KeyError: 'subfuns'")
+    assert sentence.endswith(" MiB per device, not folded: KeyError: 'subfuns'")
     page = (tmp_path / "broken" / "report.html").read_text()
     assert "not folded: KeyError" in page
     np.testing.assert_allclose(trace(document), trace(expected), rtol=1e-5)

@@ -190,7 +190,7 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
 
     def content(path):
         found = json.loads((path / "results.json").read_text())
-        numbers = [m["numbers"] for m in found["measurements"]]
+        numbers = [m["results"] for m in found["measurements"]]
         names = {x.name for x in path.iterdir()}
         events = [x for x in names if x.startswith("events.")]
         return numbers, len(events), sorted(names - set(events))

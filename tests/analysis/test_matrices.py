@@ -126,7 +126,7 @@ def test_linearized_products_are_the_products(params, whole, matrix):
 def test_without_memory_nothing_is_linearized_and_stacked_products_agree(params, whole):
     found = objective(whole)
     linear = found.product("hessian", params, 0)
-    assert linear.how == "0 of 2 batches linearized, 0.0 MiB a device"
+    assert linear.how == "0 of 2 batches linearized, 0.0 MiB per device"
     v = jax.tree.map(jnp.ones_like, params)
     together = linear.stacked(jax.tree.map(lambda x: jnp.stack([x, 2 * x]), v))
     expected = ravel_pytree(linear(v))[0]

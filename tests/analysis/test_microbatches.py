@@ -42,7 +42,7 @@ def test_results_count_microbatches_as_such(tmp_path):
     assert document["num_batches"] == 2
     assert document["batch_shapes"]["decoder_target_tokens"] == [6, toy.LENGTH]
     directions, _, comparison = document["measurements"]
-    assert directions["numbers"]["loss_spread_over_batches"]["count"] == 2
+    assert directions["results"]["loss_spread_over_batches"]["count"] == 2
     assert comparison["notes"][0] == (
         "Memory and time are those of one microbatch, of which each batch has 2."
     )

@@ -286,7 +286,7 @@ def test_results_hold_the_preconditioned_eigenvalues_and_their_threshold(
     dense = toy.dense_hessian(params, toy.examples(), 1.0)
     root = (np.sqrt(moment) + 1e-4) ** -0.5
     values = np.linalg.eigvalsh(root[:, None] * dense * root)
-    numbers = found["numbers"]
+    numbers = found["results"]
     assert numbers["largest_1"]["value"] == pytest.approx(values[-1], rel=1e-4)
     assert numbers["smallest_1"]["value"] == pytest.approx(
         values[0], abs=1e-4 * values[-1]
@@ -325,7 +325,7 @@ def test_a_group_that_is_not_trained_is_refused_before_anything_is_measured(
     dense = toy.dense_hessian(params, toy.examples(), 1.0)[4:, 4:]
     expected = np.linalg.eigvalsh(dense)[-1] / 1e-8
     measured = found["measurements"][0]
-    assert measured["numbers"]["largest_1"]["value"] == pytest.approx(
+    assert measured["results"]["largest_1"]["value"] == pytest.approx(
         expected, rel=1e-4
     )
     assert any("trains 12 of 16 parameters" in note for note in measured["notes"])

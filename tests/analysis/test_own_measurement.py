@@ -37,7 +37,7 @@ def test_it_needs_no_more_to_be_in_results_and_report(tmp_path):
     (entry,) = json.loads((tmp_path / "results.json").read_text())["measurements"]
     assert (entry["name"], entry["kind"], entry["matrix"]) == ("norm", "Norm", None)
     norm = float(trees.norm(toy.parameters()))
-    assert entry["numbers"]["norm"]["value"] == pytest.approx(norm)
+    assert entry["results"]["norm"]["value"] == pytest.approx(norm)
     page = (tmp_path / "report.html").read_text()
     assert page.count("<figcaption>") == page.count("<figcaption>The one norm.<") == 1
 

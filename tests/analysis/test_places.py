@@ -36,7 +36,7 @@ def measured(tmp_path, monkeypatch):
 
 
 def values_of(found, end):
-    return [x for name, x in found["numbers"].items() if name.startswith(f"{end}_")]
+    return [x for name, x in found["results"].items() if name.startswith(f"{end}_")]
 
 
 def test_multiplicities_are_listed_in_their_places(measured):
@@ -96,7 +96,7 @@ def test_a_dominated_trace_has_an_interval_with_a_longer_side(measured, tmp_path
     with np.load(tmp_path / "run" / "hessian_trace.npz") as arrays:
         skewness = scipy.stats.skew(arrays["samples"], bias=False)
     assert skewness > 1
-    trace = found["numbers"]["trace"]
+    trace = found["results"]["trace"]
     low, high = trace["interval"]
     quantile = 2.3646242516  # Student's, seven degrees of freedom
     longer = quantile + skewness * (1 + 2 * quantile**2) / (6 * 8**0.5)

@@ -59,7 +59,7 @@ def test_the_comparison_is_reported_once_a_matrix(tmp_path):
     assert check["name"].startswith("the Hessian, 4 vectors")
     # Sharper than the products are long: nothing passes by chance.
     assert 0 <= check["first"] <= check["tolerance"]
-    trace = document["measurements"][0]["numbers"]["trace"]["value"]
+    trace = document["measurements"][0]["results"]["trace"]["value"]
     assert check["tolerance"] < 1e-2 * abs(trace)
 
 
@@ -111,7 +111,7 @@ def test_gauss_newton_of_a_loss_that_is_not_convex_is_not_stopped(tmp_path):
     )
     assert status == 0
     document = json.loads((tmp_path / "results.json").read_text())
-    found = document["measurements"][0]["numbers"]["trace"]
+    found = document["measurements"][0]["results"]["trace"]
     dense = toy.dense_hessian(params, toy.examples(), objective.W, z_loss=0.05)
     assert np.linalg.eigvalsh(dense)[0] < 0
     assert found["value"] == pytest.approx(np.trace(dense), abs=4 * found["error"])

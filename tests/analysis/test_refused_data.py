@@ -184,7 +184,7 @@ def test_groups_whose_names_differ_in_a_sign_keep_their_numbers(tmp_path):
     (measured,) = json.loads((tmp_path / "results.json").read_text())["measurements"]
     sizes = {
         name.rpartition("/")[0]: number["value"]
-        for name, number in measured["numbers"].items()
+        for name, number in measured["results"].items()
         if name.endswith("/parameters")
     }
     bias, kernel = toy.CLASSES, toy.CLASSES * toy.FEATURES

@@ -71,7 +71,7 @@ def test_the_report_shows_what_the_results_say(page, finished_run):
     assert page.count("<svg") == 4
     assert document["normalizer"]["words"] in page
     assert document["checkpoint"] in page
-    trace = document["measurements"][2]["numbers"]["trace"]
+    trace = document["measurements"][2]["results"]["trace"]
     assert f"{trace['value']:.6g}" in page
     assert f"± {trace['error']:.2g}" in page
 
@@ -213,7 +213,7 @@ def test_the_head_says_what_was_analyzed_and_what_was_found(page, finished_run):
         "vocab_size": 32128,
     }
     results = [
-        result_from_json(x, {}) for x in document["measurements"] if "numbers" in x
+        result_from_json(x, {}) for x in document["measurements"] if "results" in x
     ]
     found = render(document, [], {})
     head = html.unescape(text_of(found, "<header>", "</header>"))

@@ -93,7 +93,7 @@ def wide(folders):
 
 def numbers(document, name):
     (found,) = [x for x in document["measurements"] if x["name"] == name]
-    return found["numbers"]
+    return found["results"]
 
 
 def deviations(narrow, wide, measurement, names):

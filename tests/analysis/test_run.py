@@ -35,7 +35,7 @@ def strict_json(path):
 def numbers_of(path):
     """Every number and array of a run, for comparison to the bit."""
     document = strict_json(path)
-    found = {m["name"]: m["numbers"] for m in document["measurements"]}
+    found = {m["name"]: m["results"] for m in document["measurements"]}
     arrays = {}
     for file in sorted(path.glob("*.npz")):
         with np.load(file) as content:
@@ -75,7 +75,7 @@ def test_results_say_what_every_number_is(finished_run):
     assert matrices == [None, "hessian", "hessian"]
     for measurement in document["measurements"]:
         assert measurement["seconds"] > 0
-        for number in measurement["numbers"].values():
+        for number in measurement["results"].values():
             assert number["unit"]
             assert number["error"] is not None or number["error_kind"].startswith(
                 "exact"
@@ -111,8 +111,8 @@ def test_microbatches_change_nothing_that_is_reported(finished_run, tmp_path):
     for found, expected in zip(
         here["measurements"], there["measurements"], strict=True
     ):
-        for name, number in expected["numbers"].items():
-            value = found["numbers"][name]["value"]
+        for name, number in expected["results"].items():
+            value = found["results"][name]["value"]
             assert value == pytest.approx(number["value"], rel=1e-3, abs=1e-5), name
     losses = [
         np.load(path / "directional_derivatives.npz")["batch_losses"]

@@ -32,7 +32,7 @@ def numbers_of(path, measurement, unused=0):
     objective = runs.objective(batches(unused))
     assert runs.run(path, objective=objective, measurements=[measurement]) == 0
     document = json.loads((path / "results.json").read_text())
-    return document["measurements"][0]["numbers"]
+    return document["measurements"][0]["results"]
 
 
 @pytest.mark.parametrize("unused", [0, 1])

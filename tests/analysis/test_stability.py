@@ -67,7 +67,7 @@ def analyzed(folder, diagonal=None, factor="NUM_REAL_TARGET_TOKENS", **given):
 
 def of_stability(entry):
     """What is said of stability: value and unit by name."""
-    numbers = entry["numbers"].items()
+    numbers = entry["results"].items()
     return {
         k: (x["value"], x["unit"]) for k, x in numbers if k.startswith(OF_STABILITY)
     }
@@ -77,7 +77,7 @@ def of_stability(entry):
 def test_the_threshold_stands_beside_eigenvalues_in_its_unit(tmp_path, case):
     preconditioner, unit, numbers, note = CASES[case]
     entry = analyzed(tmp_path, preconditioner=preconditioner)
-    assert entry["numbers"]["largest_1"]["unit"] == unit
+    assert entry["results"]["largest_1"]["unit"] == unit
     assert of_stability(entry) == numbers
     (told,) = entry["notes"]
     words = "Preconditioned by the checkpoint's optimizer, some optimizer"

@@ -59,7 +59,7 @@ def numbers(folder):
     return {
         f"{measured['name']}/{name}": number["value"]
         for measured in document["measurements"]
-        for name, number in measured["numbers"].items()
+        for name, number in measured["results"].items()
         if not any(part in name for part in SKIPPED)
     }
 

@@ -62,9 +62,9 @@ def test_a_state_with_other_members_has_another_format():
     for estimate in (curvature.hutchpp_trace, curvature.xtrace):
         estimate(product, START, 0, num_probes=2, on_step=note)
     curvature.probe_estimates(
-        product, START, 0, num_probes=2, diagonal=True, on_probe=note
+        product, START, 0, num_probes=2, diagonal=True, on_step=note
     )
-    curvature.hutchinson_trace(product, START, 0, num_probes=2, on_probe=note)
+    curvature.hutchinson_trace(product, START, 0, num_probes=2, on_step=note)
     assert folder.FORMAT == 5
     assert found == {
         state: saved if any(saved.values()) else set(saved)

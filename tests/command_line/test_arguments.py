@@ -105,7 +105,7 @@ def test_train_and_analyze_run_from_anywhere_by_their_gin_files(tmp_path):
     document = json.loads((output_dir / "results.json").read_text())
     assert document["checkpoint"] == f"{model_dir}/checkpoint_2"
     # Adafactor's threshold at the step of the checkpoint, of the schedule of its files.
-    numbers = document["measurements"][1]["numbers"]
+    numbers = document["measurements"][1]["results"]
     rate = 0.3 / math.sqrt(2)
     assert numbers["learning_rate"]["value"] == pytest.approx(rate, rel=1e-4)
     threshold = numbers["stability_threshold"]

@@ -140,7 +140,7 @@ def test_a_run_goes_on_from_its_samples():
         params(),
         2,
         num_probes=9,
-        on_probe=lambda state: seen.append(problems.packed(state)),
+        on_step=lambda state: seen.append(problems.packed(state)),
     )
     state = problems.unpacked(curvature.HutchinsonState, seen[3], params())
     assert state.num_products == 4

@@ -130,7 +130,7 @@ def test_a_run_goes_on_from_its_saved_state_to_the_bit():
             saved["state"] = problems.packed(state)
 
     options = {"num_probes": 9, "groups": masks(), "diagonal": True}
-    whole = curvature.probe_estimates(product, params(), 1, on_probe=save, **options)
+    whole = curvature.probe_estimates(product, params(), 1, on_step=save, **options)
     state = problems.unpacked(curvature.ProbeState, saved["state"], params())
     again = curvature.probe_estimates(product, params(), 1, state=state, **options)
     np.testing.assert_array_equal(whole.trace.samples, again.trace.samples)

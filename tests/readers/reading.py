@@ -31,7 +31,7 @@ class Entry:
     arrays: dict[str, np.ndarray]
 
     def number(self, name: str) -> dict[str, Any]:
-        return self.found["numbers"][name]
+        return self.found["results"][name]
 
     def value(self, name: str) -> float:
         return self.number(name)["value"]

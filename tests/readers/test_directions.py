@@ -35,7 +35,7 @@ def check_direction(entry, truth, label, direction):
     assert found["value"] == pytest.approx(curvature, abs=curved)
     assert found["unit"] == "nat/token per θ²"
     step = f"{label}/step_to_minimum"
-    assert (step in entry.found["numbers"]) == (curvature > 0)
+    assert (step in entry.found["results"]) == (curvature > 0)
     if curvature > 0:
         relative = 2 * curved / curvature + 2 * tolerance / abs(slope)
         expected = -slope / curvature

@@ -73,7 +73,7 @@ def test_an_eigenvalue_plot_draws_values_and_errors(run, name):
     entry, (axis,) = run[name], run.axes(name)
     wanted = {
         label.replace("_", " "): number
-        for label, number in entry.found["numbers"].items()
+        for label, number in entry.found["results"].items()
         if label.startswith(("largest_", "smallest_"))
     }
     drawn = {}
@@ -108,7 +108,7 @@ def test_a_convergence_plot_draws_the_history(run, name):
         return
     left, right = run.axes(name, 1)
     pairs = (history.shape[1] - 1) // 2
-    ends = [x.split("_")[0] for x in entry.found["numbers"] if re.fullmatch(PAIR, x)]
+    ends = [x.split("_")[0] for x in entry.found["results"] if re.fullmatch(PAIR, x)]
     (allowed,) = [line for line in right.lines if line.get_linestyle() == "--"]
     assert list(allowed.get_ydata()) == [1, 1]
     for i in range(pairs):
@@ -179,7 +179,7 @@ def test_a_plot_of_groups_draws_values_and_intervals(run, name):
         for x, y in (drawn.get_data() for drawn in axis.lines)
         if y[0] == y[1]
     }
-    wanted = [n for n in entry.found["numbers"] if n.endswith("/trace")]
+    wanted = [n for n in entry.found["results"] if n.endswith("/trace")]
     assert [f"{label}/trace" for label in labels] == wanted
     for place, label in zip(axis.get_yticks(), labels, strict=True):
         number = entry.number(f"{label}/trace")

@@ -130,7 +130,7 @@ def test_eigenpairs(run, truth, name):
             )
     settings = cells.VARIANTS[variant]
     known = "preconditioned" in settings and "damping" not in settings
-    assert ("stability_threshold" in entry.found["numbers"]) == known
+    assert ("stability_threshold" in entry.found["results"]) == known
     if known:
         threshold = entry.number("stability_threshold")
         expected = cells.THRESHOLD / cells.LEARNING_RATE
@@ -276,7 +276,7 @@ def test_traces_by_group(run, truth, name):
     number = entry.number("frobenius_norm")
     check(number, norm, error, None, unit, None, tolerance_of_norm)
     wanted = [cells.GROUP] if given else group_names()
-    listed = [x for x in entry.found["numbers"] if x.endswith("/parameters")]
+    listed = [x for x in entry.found["results"] if x.endswith("/parameters")]
     assert len(listed) == len(wanted)
     left_out = [x for x in entry.found["notes"] if "do not add up to the whole" in x]
     assert len(left_out) == given

@@ -9,7 +9,7 @@ import pytest
 
 def numbers_of(run):
     for measurement in run.document["measurements"]:
-        for name, number in measurement["numbers"].items():
+        for name, number in measurement["results"].items():
             yield measurement["name"], name, number
 
 
@@ -71,7 +71,7 @@ def test_the_report_has_every_number(kept):
     assert len(sections) == len(measured)
     for section, measurement in zip(sections, measured, strict=True):
         words = text_of(section)
-        for name, number in measurement["numbers"].items():
+        for name, number in measurement["results"].items():
             value, error = shown(number)
             row, _, column = name.rpartition("/")
             label = (row or column).replace("_", " ")

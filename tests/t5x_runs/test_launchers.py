@@ -95,10 +95,10 @@ def test_the_dry_run_trains_and_analyzes_on_two_processes_of_two_devices(
     evaluation = Project(tmp_path).losses("model", "loss", "training_eval/cmudict_g2p")[
         4
     ]
-    loss = measured["numbers"]["loss"]["value"]
+    loss = measured["results"]["loss"]["value"]
     assert loss == pytest.approx(2 * evaluation, rel=1e-5)
     # One more product, on both processes, says that it is an eigenpair.
-    ends = [eigenpairs["numbers"][f"{end}_1"] for end in ("largest", "smallest")]
+    ends = [eigenpairs["results"][f"{end}_1"] for end in ("largest", "smallest")]
     scale = max(abs(pair["value"]) for pair in ends)
     assert all(0 < pair["error"] <= 0.3 * scale for pair in ends)
     assert results["environment"]["mesh"] == {"data": 2, "model": 2}

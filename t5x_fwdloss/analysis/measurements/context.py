@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 from etils import epath
@@ -19,8 +19,11 @@ from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
+
+Estimate = TypeVar("Estimate")
 
 
 @dataclasses.dataclass
@@ -205,6 +208,42 @@ class Context:
     def progress(self, title: str, total: int, done: int = 0) -> Progress:
         """Progress of `total` steps, shown by process 0."""
         return Progress(title, total, is_primary=self.is_primary, done=done)
+
+    def resumed(
+        self,
+        name: str,
+        state_class: Any,
+        total: int,
+        estimate: Callable[..., Estimate],
+        *,
+        save_every: int = 1,
+        note: Callable[[Any], str] = lambda _: "",
+    ) -> Estimate:
+        """Runs an estimator from its saved state on, if there is one, and saves and shows it.
+
+        Args:
+            name: the measurement's name.
+            state_class: the class of the estimator's state; it has `num_products`.
+            total: how many products it takes, at most.
+            estimate: the estimator; called with `on_step` and `state`.
+            save_every: products between two saved states.
+            note: how a state stands, in a few words.
+
+        Returns:
+            What the estimator returns.
+        """
+        saved = SavedState(self.state_path(name), self.is_primary)
+        state = saved.restore(trees.float_part(self.params), state_class)
+        done = 0 if state is None else state.num_products
+        with self.progress(name, total, done) as progress:
+
+            def on_step(state: Any) -> None:
+                nonlocal done
+                progress.update(state.num_products - done, note(state))
+                done = state.num_products
+                self.step(lambda: saved.save(state), due=done % save_every == 0)
+
+            return estimate(on_step=on_step, state=state)
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -19,7 +20,6 @@ from t5x_fwdloss.analysis.numbers import (
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.estimators import smoothing
 from t5x_fwdloss.curvature.estimators.slq import (
     SlqState,
@@ -65,20 +65,12 @@ class SpectralDensity(TransformedMeasurement):
         """Run Lanczos probe by probe, from the saved state if there is one."""
         key = context.key(f"{self.name}/probes")
         like = probes.random_like(key, context.params)
-        saved = SavedState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(like, SlqState)
-        total = self.num_probes * self.num_steps
-        done = 0 if state is None else _steps(state)
-        with context.progress(self.name, total, done) as progress:
-
-            def on_step(state):
-                progress.update(note=f"probe {len(state.nodes) + 1}")
-                context.step(
-                    lambda: saved.save(state),
-                    due=_steps(state) % self.save_every == 0,
-                )
-
-            samples = slq(
+        samples = context.resumed(
+            self.name,
+            SlqState,
+            self.num_probes * self.num_steps,
+            functools.partial(
+                slq,
                 self.product(context),
                 like,
                 key,
@@ -87,9 +79,10 @@ class SpectralDensity(TransformedMeasurement):
                 kind=self.kind,
                 mask=self.mask(context),
                 basis_on_host=self.basis_on_host,
-                on_step=on_step,
-                state=state,
-            )
+            ),
+            save_every=self.save_every,
+            note=lambda state: f"probe {len(state.nodes) + 1}",
+        )
 
         def at(params):
             found = self.one_probe(context, params)
@@ -137,10 +130,6 @@ class SpectralDensity(TransformedMeasurement):
                 float(nodes.min()), unit, None, INSIDE, count=count
             ),
         }
-
-
-def _steps(state: SlqState) -> int:
-    return state.num_products
 
 
 def _arrays(samples) -> dict[str, np.ndarray]:

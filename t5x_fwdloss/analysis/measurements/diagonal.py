@@ -1,6 +1,7 @@
 """The diagonal of a matrix, by Hutchinson's estimator, summed up by layer."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from t5x_fwdloss.analysis.numbers import (
     kind_with_rounding,
     with_rounding,
 )
-from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.krylov.space import rounding_level
 from t5x_fwdloss.curvature.vectors import groups, trees
@@ -53,27 +53,20 @@ class Diagonal(MatrixMeasurement):
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved running mean on if there is one."""
-        saved = SavedState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(trees.float_part(context.params), ProbeState)
-        counted = 0 if state is None else len(state.square_norms)
-        with context.progress(self.name, self.num_probes, counted) as progress:
-
-            def on_probe(state: ProbeState):
-                nonlocal counted
-                progress.update(len(state.square_norms) - counted)
-                counted = len(state.square_norms)
-                context.step(lambda: saved.save(state))
-
-            found = probe_estimates(
+        found = context.resumed(
+            self.name,
+            ProbeState,
+            self.num_probes,
+            functools.partial(
+                probe_estimates,
                 context.product(self.matrix, self.block_size),
                 context.params,
                 context.key(f"{self.name}/probes"),
                 num_probes=self.num_probes,
                 diagonal=True,
                 block_size=self.block_size,
-                on_probe=on_probe,
-                state=state,
-            )
+            ),
+        )
         return self._result(context, found, self._rounding(context))
 
     def _rounding(self, context) -> PyTree | None:

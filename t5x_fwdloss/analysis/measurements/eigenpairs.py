@@ -6,6 +6,7 @@ With unit eigenvectors $y_i$ and the gradient g, the overlap $\sum_i \langle g, 
 """
 
 import dataclasses
+import functools
 import itertools
 import re
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
-from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature import EigenpairsState, eigenpairs
 from t5x_fwdloss.curvature.krylov import ritz
 from t5x_fwdloss.curvature.krylov.eigenpairs import smallest_basis
@@ -117,19 +117,12 @@ class Eigenpairs(TransformedMeasurement):
 
         start = [draw(number) for number in range(self.num_starts)]
         noise = context.rounding.of_product(self.product(context), start[0])
-        saved = SavedState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(start[0], EigenpairsState)
-        done = 0 if state is None else state.num_products
-        with context.progress(self.name, self.max_steps, done) as progress:
-
-            def on_step(state):
-                progress.update(note=_extremes(state))
-                context.step(
-                    lambda: saved.save(state),
-                    due=state.num_products % self.save_every == 0,
-                )
-
-            found = eigenpairs(
+        found = context.resumed(
+            self.name,
+            EigenpairsState,
+            self.max_steps,
+            functools.partial(
+                eigenpairs,
                 self.product(context),
                 start,
                 num_largest=self.num_largest,
@@ -140,9 +133,10 @@ class Eigenpairs(TransformedMeasurement):
                 basis_on_host=self.basis_on_host,
                 dimension=self.dimension(context),
                 fresh=lambda i: draw(self.num_starts + i),
-                on_step=on_step,
-                state=state,
-            )
+            ),
+            save_every=self.save_every,
+            note=_extremes,
+        )
         found = _with_noise(found, noise)
         cosines = self._cosines(context, found)
         if self.save_eigenvectors:

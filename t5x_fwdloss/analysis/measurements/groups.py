@@ -6,6 +6,7 @@ nothing about blocks off the diagonal; the Frobenius norm beside it counts them 
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,7 +22,6 @@ from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Numb
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.vectors import groups, trees
 
@@ -60,19 +60,13 @@ class GroupTraces(MatrixMeasurement):
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved sums on if there are any."""
-        saved = SavedState(context.state_path(self.name), context.is_primary)
-        state = saved.restore(trees.float_part(context.params), ProbeState)
         masks = groups.group_masks(context.params, self.patterns(context))
-        counted = 0 if state is None else len(state.square_norms)
-        with context.progress(self.name, self.num_probes, counted) as progress:
-
-            def on_probe(state: ProbeState):
-                nonlocal counted
-                progress.update(len(state.square_norms) - counted)
-                counted = len(state.square_norms)
-                context.step(lambda: saved.save(state))
-
-            found = probe_estimates(
+        found = context.resumed(
+            self.name,
+            ProbeState,
+            self.num_probes,
+            functools.partial(
+                probe_estimates,
                 context.product(self.matrix, self.block_size),
                 context.params,
                 context.key(f"{self.name}/probes"),
@@ -80,9 +74,8 @@ class GroupTraces(MatrixMeasurement):
                 groups=masks,
                 confidence=self.confidence,
                 block_size=self.block_size,
-                on_probe=on_probe,
-                state=state,
-            )
+            ),
+        )
         return self._result(context, found, masks)
 
     def _result(self, context, found, masks) -> MeasurementResult:

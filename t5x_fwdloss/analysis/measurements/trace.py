@@ -1,24 +1,38 @@
 """The trace of a matrix by a randomized estimator, with its error."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Annotated
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements import trace_estimators
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.curvature import TraceEstimate
+from t5x_fwdloss.curvature import (
+    HutchinsonState,
+    HutchppState,
+    TraceEstimate,
+    XtraceState,
+    hutchinson_trace,
+    hutchpp_trace,
+    xtrace,
+)
 from t5x_fwdloss.curvature.estimators import hutchinson
 
-Estimator = Annotated[str, settings.one_of(*trace_estimators.ESTIMATORS)]
+# For each estimator its state, itself, and the settings that only some take.
+ESTIMATORS: dict[str, tuple[Any, Callable[..., TraceEstimate], tuple[str, ...]]] = {
+    "hutchinson": (HutchinsonState, hutchinson_trace, ("kind",)),
+    "hutch++": (HutchppState, hutchpp_trace, ("sketch_size", "basis_on_host")),
+    "xtrace": (XtraceState, xtrace, ("basis_on_host",)),
+}
+Estimator = Annotated[str, settings.one_of(*ESTIMATORS)]
 CAPTIONS = {
     "hutchinson": "Hutchinson's estimator: one sample for each probe, their running mean, "
     "and the estimate with its confidence interval.",
@@ -62,12 +76,7 @@ class Trace(TransformedMeasurement):
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from what was saved on if there is anything."""
-        found = trace_estimators.ESTIMATORS[self.estimator](
-            self,
-            context,
-            self.product(context, self.block_size),
-            context.key(f"{self.name}/probes"),
-        )
+        found = self._estimate(context)
         size, unit = self.dimension(context), self.unit(context)
         converged = found.converged is not False
         low, high = found.interval
@@ -103,6 +112,27 @@ class Trace(TransformedMeasurement):
     def plots(self) -> Sequence[Plot]:
         """The samples, and what they are of."""
         return (Plot(CAPTIONS[self.estimator], _samples),)
+
+    def _estimate(self, context) -> TraceEstimate:
+        state_class, estimator, own = ESTIMATORS[self.estimator]
+        shared = ("num_probes", "relative_error", "confidence", "block_size")
+        total = {
+            "hutchinson": self.num_probes,
+            "hutch++": 2 * self.sketch_size + self.num_probes,
+            "xtrace": 2 * self.num_probes,
+        }
+        return context.resumed(
+            self.name,
+            state_class,
+            total[self.estimator],
+            functools.partial(
+                estimator,
+                self.product(context, self.block_size),
+                context.params,
+                context.key(f"{self.name}/probes"),
+                **{name: getattr(self, name) for name in (*shared, *own)},
+            ),
+        )
 
     def _with_rounding(self, context, numbers) -> dict[str, Number]:
         size = self.dimension(context)

@@ -91,7 +91,7 @@ class MatrixProduct:
         kept = sum(record.residual_bytes for record in records if record.linearized)
         sentence = (
             f"{self._product.num_linearized} of {len(records)} {parts} linearized, "
-            f"{kept / 2**20:.1f} MiB a device"
+            f"{kept / 2**20:.1f} MiB per device"
         )
         if self._product.num_linearized and self._product.folding != FOLDED:
             sentence += f", {self._product.folding}"

@@ -54,7 +54,7 @@ class Check:
 
 
 def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") -> bool:
-    """Whether a tangent can be pushed through the loss; compiles nothing.
+    """Whether the loss has forward mode; compiles nothing.
 
     Args:
         objective: what will be measured.

@@ -197,7 +197,7 @@ def probe_products(
 
 @dataclasses.dataclass
 class HutchinsonState:
-    """Where a run stands, given to `on_probe` and taken back by `state`.
+    """Where a run stands, given to `on_step` and taken back by `state`.
 
     Attributes:
       samples: The quadratic form at each probe.
@@ -221,7 +221,7 @@ def hutchinson_trace(
     relative_error: float | None = None,
     confidence: float = 0.95,
     block_size: int = 1,
-    on_probe: collections.abc.Callable[[HutchinsonState], None] | None = None,
+    on_step: collections.abc.Callable[[HutchinsonState], None] | None = None,
     state: HutchinsonState | None = None,
 ) -> TraceEstimate:
     """The trace of a square map on the float parameters.
@@ -240,7 +240,7 @@ def hutchinson_trace(
         part of the mean, from eight probes on.
       confidence: The level of the interval.
       block_size: Probes in one call of `matvec`.
-      on_probe: Called with the state after each call of `matvec`, to be saved.
+      on_step: Called with the state after each call of `matvec`, to be saved.
       state: The state of an earlier run with the same key, to go on from there.
 
     Returns:
@@ -266,8 +266,8 @@ def hutchinson_trace(
         for number, (probe, product) in enumerate(pairs):
             name = f"Hutchinson probe {first + number}"
             taken.append(checked_inner(probe, product, name))
-        if on_probe is not None:
-            on_probe(state)
+        if on_step is not None:
+            on_step(state)
     return summary()
 
 

@@ -31,7 +31,7 @@ LEAST_PROBES = hutchinson.LEAST_PROBES
 
 @dataclasses.dataclass
 class ProbeState:
-    """Sums over the probes so far, given to `on_probe` and taken back by `state`.
+    """Sums over the probes so far, given to `on_step` and taken back by `state`.
 
     Attributes:
       leaf_samples: For each probe the part of $z^T A z$ in each leaf.
@@ -116,7 +116,7 @@ def probe_estimates(
     relative_error: float | None = None,
     confidence: float = 0.95,
     block_size: int = 1,
-    on_probe: collections.abc.Callable[[ProbeState], None] | None = None,
+    on_step: collections.abc.Callable[[ProbeState], None] | None = None,
     state: ProbeState | None = None,
 ) -> ProbeEstimates:
     """Trace, traces of groups, Frobenius norm and diagonal, from the same random signs.
@@ -136,7 +136,7 @@ def probe_estimates(
         from eight probes on.
       confidence: The level of the intervals.
       block_size: Probes in one call of `matvec`.
-      on_probe: Called with the state after each call of `matvec`.
+      on_step: Called with the state after each call of `matvec`.
       state: A state to go on from.
 
     Returns:
@@ -167,8 +167,8 @@ def probe_estimates(
         )
         for number, (probe, product) in enumerate(pairs):
             _add(state, probe, product, f"Hutchinson probe {taken + number}")
-        if on_probe is not None:
-            on_probe(state)
+        if on_step is not None:
+            on_step(state)
     leaf_samples = np.array(state.leaf_samples)
     return _estimates(state, leaf_samples, groups or {}, summary, relative_error)
 
