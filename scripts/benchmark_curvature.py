@@ -36,8 +36,8 @@ TARGETS = {
 }
 
 
-def problem(vocabulary):
-    """The loss, the outputs and their Hessian, parameters and a batch."""
+def small_t5(vocabulary):
+    """The model, its parameters and a batch."""
     config = T5Config(
         vocab_size=vocabulary,
         emb_dim=256,
@@ -48,7 +48,12 @@ def problem(vocabulary):
         mlp_dim=512,
         dropout_rate=0.0,
     )
-    model = StandaloneModel(Transformer(config), z_loss=Z_LOSS, loss_impl="custom_jvp")
+    model = StandaloneModel(
+        Transformer(config),
+        z_loss=Z_LOSS,
+        loss_normalizing_factor="NUM_REAL_TARGET_TOKENS",
+        loss_impl="custom_jvp",
+    )
     rng = np.random.default_rng(0)
     names = ("encoder_input_tokens", "decoder_input_tokens", "decoder_target_tokens")
     batch = {
@@ -56,7 +61,12 @@ def problem(vocabulary):
         for name in names
     }
     batch["decoder_loss_weights"] = jnp.ones((BATCH, LENGTH), jnp.float32)
-    params = model.get_initial_params(jax.random.key(0), batch)
+    return model, model.get_initial_params(jax.random.key(0), batch), batch
+
+
+def problem(vocabulary):
+    """The loss, the outputs and their Hessian, parameters and a batch."""
+    model, params, batch = small_t5(vocabulary)
     tokens = BATCH * LENGTH
 
     def loss(params, batch):

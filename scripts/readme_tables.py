@@ -20,47 +20,36 @@ MODES = {
 
 
 def losses(shape: str, file: str = "loss_cpu.json") -> str:
-    """Memory and time of every loss at one shape, float32 hidden states."""
+    """Memory of every loss at one shape, float32 hidden states.
+
+    The file has times, too; from machine to machine they differ by a factor of two.
+    """
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
     batch, length, embed, vocab = report["settings"]["shapes"][shape]
     rows = [r for r in report["rows"] if (r["shape"], r["dtype"]) == (shape, "float32")]
     where = f"{report['environment']['device']}, jax {report['environment']['jax']}"
-    caption = (
-        f"Batch {batch}, length {length}, width {embed}, vocabulary {vocab} ({where})"
-    )
-    if any(row["time"] for row in rows):
-        timed = report["settings"].get("time_length") or length
-        caption += (
-            "; after the comma the time, in units of that of "
-            f"{report['reference']}'s value and gradient"
-        )
-        if timed != length:
-            caption += f", at length {timed}"
     lines = [
-        caption + ":",
+        f"Batch {batch}, length {length}, width {embed}, vocabulary {vocab} ({where}):",
         "",
         "| loss | " + " | ".join(MODES.values()) + " |",
         "|---" * (len(MODES) + 1) + "|",
     ]
     for row in rows:
-        cells = [_cell(row["memory"][m], row["time"].get(m, {})) for m in MODES]
+        cells = [_cell(row["memory"][m]) for m in MODES]
         lines.append(f"| {row['loss']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _cell(memory, time):
-    if isinstance(memory, str):
-        return "fails"
-    ratio = time.get("ratio")
-    return f"{memory:.2f}" + ("" if ratio is None else f", {ratio:.2f}")
+def _cell(memory):
+    return "fails" if isinstance(memory, str) else f"{memory:.2f}"
 
 
 def train_step(file: str = "loss_cpu.json") -> str:
-    """Memory and time of a whole T5X train step under each loss."""
+    """Memory of a whole T5X train step under each loss."""
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
-    lines = ["| loss | temporary memory | step time |", "|---|---|---|"]
+    lines = ["| loss | temporary memory |", "|---|---|"]
     lines += [
-        f"| {name} | {row['temporary_bytes'] / 2**20:.0f} MiB | {row['ratio']:.2f} |"
+        f"| {name} | {row['temporary_bytes'] / 2**20:.0f} MiB |"
         for name, row in report["train_step"].items()
     ]
     return "\n".join(lines)

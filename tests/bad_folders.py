@@ -20,6 +20,7 @@ import hypothesis
 from analysis import runs
 from analysis.test_killed_anywhere import MEASUREMENTS, DenseContext
 from hypothesis import strategies as st
+from stops import Killed
 
 from t5x_fwdloss.analysis import Trace, run_analysis
 from t5x_fwdloss.analysis.measurements import Context
@@ -33,10 +34,6 @@ OBJECTIVE = runs.objective()
 preflight.check_objective = lambda *_, **__: []
 page.render = lambda *_: "the page"
 Context.product = DenseContext.product
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL."""
 
 
 def command(path, name):

@@ -25,10 +25,15 @@ MISSING = [
 ]
 # Folders whose files share runs that take minutes.
 SHARED_RUNS = ("tests/readers/",)
+# What takes longest begins first, so that the processes end together.
+FIRST = (*SHARED_RUNS, "tests/t5x_runs/", "tests/analysis/test_two_processes.py")
 _counts = {"ran": 0, "skipped": 0}
 
 
+# Before pytest-xdist's own, which reads the groups.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for item in items:
         # One process for the tests of a file, and for a folder that shares its runs.
         name = item.nodeid.split("::")[0]

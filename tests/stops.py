@@ -6,6 +6,10 @@ import signal
 from t5x_fwdloss.progress import Progress
 
 
+class Killed(BaseException):
+    """Stands for a SIGKILL: nothing that a run does at its end is done."""
+
+
 def signal_at(step, setattr=setattr):
     """Sends this process a real SIGTERM at one of its steps, counted over measurements.
 

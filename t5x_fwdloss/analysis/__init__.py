@@ -10,6 +10,9 @@ from t5x_fwdloss.analysis.measurements.directions import (
 )
 from t5x_fwdloss.analysis.measurements.eigenpairs import Eigenpairs as Eigenpairs
 from t5x_fwdloss.analysis.measurements.groups import GroupTraces as GroupTraces
+from t5x_fwdloss.analysis.measurements.noise_scale import (
+    GradientNoiseScale as GradientNoiseScale,
+)
 from t5x_fwdloss.analysis.measurements.trace import Trace as Trace
 from t5x_fwdloss.analysis.objective.finite import (
     NonFiniteLossError as NonFiniteLossError,

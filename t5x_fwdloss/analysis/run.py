@@ -21,7 +21,7 @@ from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
-from t5x_fwdloss.analysis.objective import parameters, preflight
+from t5x_fwdloss.analysis.objective import matrices, parameters, preflight
 from t5x_fwdloss.analysis.objective.finite import (
     NegativeCurvatureError,
     NonFiniteLossError,
@@ -171,7 +171,9 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
     labels_outside = _num_labels_outside(context)
     kept = {m.name: folder.finished(m.name) for m in measurements}
     checks = []
-    if None in kept.values():
+    pending = [m for m in measurements if kept[m.name] is None]
+    if pending:
+        matrix = next(filter(None, (m.first_matrix for m in pending)), None)
         with progress.stage(
             "Compiling and checking the loss and its derivatives",
             is_primary=host.primary,
@@ -180,7 +182,8 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
                 context.objective,
                 context.params,
                 context.key("preflight"),
-                product=context.product("hessian"),
+                matrix=matrices.WORDS.get(matrix or "", ""),
+                product=matrix and context.product(matrix),
                 forward=forward,
             )
     outcomes = [
@@ -278,7 +281,7 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
         "seed": context.seed,
         "loss": objective.loss_record,
         "normalizer": {
-            "kind": objective.normalizer_kind,
+            "kind": objective.normalizer.kind,
             "W": objective.W,
             "unit": objective.normalizer.unit,
             "words": objective.normalizer.words,

@@ -1,5 +1,7 @@
 """A small run on the toy model, shared by the tests of this folder."""
 
+from etils import epath
+
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
     Eigenpairs,
@@ -8,6 +10,7 @@ from t5x_fwdloss.analysis import (
     Trace,
     run_analysis,
 )
+from t5x_fwdloss.analysis.measurements.context import Context
 
 from . import toy
 
@@ -49,3 +52,16 @@ def run(output_dir, **overrides):
     return run_analysis(
         given.pop("objective"), given.pop("params"), output_dir=output_dir, **given
     )
+
+
+def context(path, cls=Context, **fields):
+    """What a measurement is given; its saved states lie under `path`."""
+    given = {
+        "objective": None,
+        "params": toy.parameters(),
+        "seed": SEED,
+        "load_params": None,
+        "state_path": lambda name: epath.Path(path) / f"{name}.state",
+    } | fields
+    given["objective"] = given["objective"] or objective()
+    return cls(**given)

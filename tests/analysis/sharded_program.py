@@ -5,13 +5,11 @@ import tempfile
 
 import jax
 import numpy as np
-from etils import epath
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from t5x_fwdloss import curvature
 from t5x_fwdloss.analysis import Eigenpairs, Trace
-from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.store import checksum
 
 from . import runs, toy
@@ -19,13 +17,7 @@ from . import runs, toy
 
 def numbers(objective, params):
     """The numbers of two measurements, by name; not those that are rounding only."""
-    context = Context(
-        objective=objective,
-        params=params,
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: epath.Path(tempfile.mkdtemp()) / name,
-    )
+    context = runs.context(tempfile.mkdtemp(), objective=objective, params=params)
     found = {}
     for measurement in (
         Eigenpairs(num_largest=2, num_smallest=0, tolerance=1e-6),

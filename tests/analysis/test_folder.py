@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtyping import PyTree
+from stops import Killed
 
 from t5x_fwdloss.analysis import Trace, measurement_list, optimizer
 from t5x_fwdloss.analysis.store import (
@@ -105,10 +106,6 @@ def test_an_unfinished_run_of_another_network_is_touched_nowhere(tmp_path, chang
     with pytest.raises(ValueError, match="different run's results"):
         runs.run(tmp_path, measurements=TRACE, **changes)
     assert everything_in(tmp_path) == before
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL."""
 
 
 def leave_unfinished(path):

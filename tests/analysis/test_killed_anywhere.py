@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
+from stops import Killed
 
 from t5x_fwdloss.analysis import (
     Diagonal,
     Eigenpairs,
+    GradientNoiseScale,
     GroupTraces,
     SpectralDensity,
     Trace,
@@ -27,11 +29,7 @@ from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.report import page
 from t5x_fwdloss.analysis.store import files, saved_state, vector_store
 
-from . import runs, toy
-
-
-class Killed(BaseException):
-    """Stands for a SIGKILL."""
+from . import runs
 
 
 class Moments:
@@ -124,6 +122,7 @@ MEASUREMENTS = {
     ),
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
+    "noise_scale": GradientNoiseScale(),
 }
 
 
@@ -134,12 +133,10 @@ def objective():
 
 def measured(measurement, objective, path):
     """What the measurement finds, without its time, and the vectors that it leaves."""
-    context = DenseContext(
+    context = runs.context(
+        path,
+        DenseContext,
         objective=objective,
-        params=toy.parameters(),
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: path / f"{name}.state",
         vectors_path=lambda name: path / f"{name}_vectors",
     )
     found = measurement.run(context)

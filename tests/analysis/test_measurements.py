@@ -15,7 +15,6 @@ from t5x_fwdloss.analysis import (
     Trace,
     measurement_list,
 )
-from t5x_fwdloss.analysis.measurements import Context
 
 from . import runs, toy
 
@@ -29,12 +28,11 @@ def x64_everywhere():
 @pytest.fixture(scope="module")
 def shared(x64_everywhere):
     """A context whose compiled products serve all tests here."""
-    context = Context(
+    context = runs.context(
+        "",
         objective=runs.objective(toy.batches(6, dtype=np.float64), z_loss=0.01),
         params=toy.parameters(dtype=np.float64),
-        seed=runs.SEED,
         load_params=lambda path: toy.parameters(int(path), dtype=np.float64),
-        state_path=lambda name: epath.Path(name),
     )
     context.product("hessian")
     return context

@@ -3,14 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from etils import epath
 from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.analysis import Eigenpairs, Objective, Trace
-from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.objective import preflight
 
-from . import tiny_t5
+from . import runs, tiny_t5
 
 # Of a float32 network: rounding through its layers, in units of the largest entry.
 ROUNDING = 1e-5
@@ -39,18 +37,14 @@ def dense(objective, params):
 
 
 def context(objective, params, path):
-    return Context(
-        objective=objective,
-        params=params,
-        seed=0,
-        load_params=None,
-        state_path=lambda name: epath.Path(path) / name,
-    )
+    return runs.context(path, objective=objective, params=params, seed=0)
 
 
 def test_every_self_check_passes(objective, params):
     assert preflight.has_forward_mode(objective, params, "this test")
-    checks = preflight.check_objective(objective, params, jax.random.key(0))
+    product = objective.product("hessian", params, memory_budget=0)
+    key = jax.random.key(0)
+    checks = preflight.check_objective(objective, params, key, product=product)
     assert len(checks) == 5  # the model's own loss_fn among them
 
 

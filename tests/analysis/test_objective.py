@@ -79,7 +79,7 @@ def test_the_value_is_the_same_for_any_split_under_every_normalizer(factor):
 def test_the_normalizer_is_the_total_over_all_batches(factor, kind, total):
     found = objective(4, factor=factor)
     tokens = toy.examples()["decoder_loss_weights"].sum()
-    assert found.normalizer_kind == kind
+    assert found.normalizer.kind == kind
     expected_total = tokens if total == "tokens" else total
     assert pytest.approx(expected_total) == found.W
     assert found.num_tokens == tokens

@@ -1,17 +1,32 @@
 """A run checks itself, and a check that fails says which and why."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from t5x_fwdloss.analysis import Objective, PreflightError, Trace
-from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis import (
+    DirectionalDerivatives,
+    LossComparison,
+    Objective,
+    PreflightError,
+    Trace,
+)
+from t5x_fwdloss.analysis.objective import matrices, preflight
 from t5x_fwdloss.analysis.objective.normalization import Normalizer
 
 from . import runs, toy
 
 KEY = jax.random.key(0)
+
+
+def check_with_hessian(objective, params, **settings):
+    product = objective.product("hessian", params, memory_budget=0)
+    return preflight.check_objective(
+        objective, params, KEY, product=product, **settings
+    )
 
 
 def custom_objective(numerator):
@@ -20,13 +35,13 @@ def custom_objective(numerator):
 
 
 def test_every_check_passes_on_a_sound_model():
-    checks = preflight.check_objective(runs.objective(), toy.parameters(), KEY)
+    checks = check_with_hessian(runs.objective(), toy.parameters())
     assert [check.name for check in checks] == [
         "loss twice",
         "the model's own loss_fn",
         "jvp equals <gradient, v>",
-        "u.Hv equals v.Hu",
-        "H.0 equals 0",
+        "u.Av equals v.Au for the Hessian",
+        "A.0 equals 0 for the Hessian",
     ]
     # The checks are sharper than their tolerance is wide: nothing passes by chance.
     assert all(check.tolerance < 1e-2 * abs(check.first) for check in checks[:4])
@@ -44,7 +59,7 @@ def test_stock_t5x_loss_is_refused_with_the_line_to_change():
 
 def test_products_without_forward_mode_are_still_measured():
     objective = runs.objective(impl="custom_vjp")
-    checks = preflight.check_objective(objective, toy.parameters(), KEY, forward=False)
+    checks = check_with_hessian(objective, toy.parameters(), forward=False)
     assert len(checks) == 4
 
 
@@ -98,9 +113,9 @@ def test_a_rule_whose_hessian_is_not_symmetric_is_found_out():
 
     broken = custom_objective(lambda p, *_: field(p["w"]))
     with pytest.raises(
-        PreflightError, match=r"'u.Hv equals v.Hu' failed: .* must diff"
+        PreflightError, match=r"'u.Av equals v.Au .*' failed: .* must diff"
     ):
-        preflight.check_objective(broken, {"w": jnp.arange(1.0, 4.0)}, KEY)
+        check_with_hessian(broken, {"w": jnp.arange(1.0, 4.0)})
 
 
 def test_a_product_that_is_not_zero_for_zero_is_found_out():
@@ -112,7 +127,7 @@ def test_a_product_that_is_not_zero_for_zero_is_found_out():
             return product(v)
         return jax.tree.map(jnp.ones_like, v)
 
-    with pytest.raises(PreflightError, match="'H.0 equals 0' failed: 4 and 0 must"):
+    with pytest.raises(PreflightError, match="'A.0 equals 0 .*' failed: 4 and 0 must"):
         preflight.check_objective(objective, params, KEY, product=affine)
 
 
@@ -122,6 +137,35 @@ def test_a_check_passes_within_its_tolerance_and_never_for_nan(first, passes):
     assert preflight.Check("x", 1.0, first, 0.5, "").passed == passes
     for pair in ((np.nan, first), (first, np.nan), (np.nan, np.nan)):
         assert not preflight.Check("x", *pair, 0.5, "").passed
+
+
+def test_a_run_checks_the_matrix_it_measures_first_and_linearizes_no_other(
+    tmp_path, monkeypatch
+):
+    asked = []
+    linear = Objective.product
+
+    def product(self, matrix, *args, **settings):
+        asked.append(matrix)
+        return linear(self, matrix, *args, **settings)
+
+    monkeypatch.setattr(Objective, "product", product)
+    cases = {
+        "fisher": [LossComparison(num_rounds=0), Trace(matrix="fisher", num_probes=2)],
+        "hessian": [DirectionalDerivatives(num_points=0)],
+        "": [LossComparison(num_rounds=0)],
+    }
+    for matrix, measurements in cases.items():
+        asked.clear()
+        path = tmp_path / f"run_{matrix}"
+        assert runs.run(path, measurements=measurements) == 0
+        assert asked == [matrix] * bool(matrix)
+        document = json.loads((path / "results.json").read_text())
+        names = [check["name"] for check in document["preflight"]]
+        words = f"for {matrices.WORDS.get(matrix)}"
+        assert [x for x in names if " for " in x] == [
+            f"{what} {words}" for what in ("u.Av equals v.Au", "A.0 equals 0") if matrix
+        ]
 
 
 def test_a_rule_with_another_derivative_backwards_is_found_out(monkeypatch):
@@ -166,16 +210,16 @@ def test_a_first_batch_without_counted_tokens_is_not_compared():
     found = Objective.from_model(
         toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS"), batches
     )
-    assert found.model_loss(toy.parameters()) is None
+    assert preflight.model_loss(found, toy.parameters()) is None
 
 
 def test_the_loss_with_dropout_is_compared_under_the_same_masks():
     found = Objective.from_model(
         toy.SoftmaxRegression(factor=7.0), toy.batches(4), dropout_seed=2
     )
-    own, measured = found.model_loss(toy.parameters())
+    own, measured = preflight.model_loss(found, toy.parameters())
     assert own == pytest.approx(measured, rel=1e-6)
-    assert measured / 7.0 == pytest.approx(found.batch_values(toy.parameters())[0])
+    assert measured == pytest.approx(found.batch_values(toy.parameters())[0])
 
 
 def test_an_extended_loss_is_refused_before_anything_is_traced():

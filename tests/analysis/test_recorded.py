@@ -5,11 +5,9 @@ import math
 
 import jax.numpy as jnp
 import pytest
-from etils import epath
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x_fwdloss.analysis import Trace
-from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number, with_rounding
 from t5x_fwdloss.analysis.report import events
 
@@ -48,13 +46,7 @@ def test_a_trace_is_as_precise_as_asked_only_with_its_rounding(
 ):
     """Half the interval, rounding included, is compared with what was asked for."""
     measured = Trace(num_probes=8, relative_error=0.5)
-    context = Context(
-        objective=runs.objective(),
-        params=toy.parameters(),
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: epath.Path(tmp_path) / name,
-    )
+    context = runs.context(tmp_path)
     plain = measured.run(context).numbers["trace"]
     low, high = plain.interval
     wanted = measured.relative_error * plain.value

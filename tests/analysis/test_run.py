@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stops import Killed
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
@@ -164,10 +165,6 @@ def test_a_folder_of_another_run_is_refused(finished_run, overrides, message):
         runs.run(finished_run, **overrides)
     assert "Choose another ANALYSIS_OUTPUT_DIR" in str(e.value)
     assert numbers_of(finished_run) == before
-
-
-class Killed(BaseException):
-    """Stands for a preemption in the middle of a run."""
 
 
 def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(

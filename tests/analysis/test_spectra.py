@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 from jax.flatten_util import ravel_pytree
+from stops import Killed
 
 from t5x_fwdloss.analysis import (
     Diagonal,
@@ -17,7 +18,6 @@ from t5x_fwdloss.analysis import (
     SpectralDensity,
     settings,
 )
-from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.measurements.density import spectral_samples
 from t5x_fwdloss.analysis.store import saved_state
 
@@ -29,13 +29,7 @@ SIZE = (toy.FEATURES + 1) * toy.CLASSES
 @pytest.fixture(scope="module")
 def shared():
     """A context whose compiled products serve all tests here."""
-    context = Context(
-        objective=runs.objective(z_loss=0.01),
-        params=toy.parameters(),
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: epath.Path(name),
-    )
+    context = runs.context("", objective=runs.objective(z_loss=0.01))
     context.product("hessian")
     return context
 
@@ -121,6 +115,9 @@ def test_groups_that_leave_parameters_out_say_so(context):
     )
     with pytest.raises(ValueError, match=r"'none/.*' matches none"):
         GroupTraces(groups={"x": "none/.*"}).validate(context)
+    outside = GroupTraces(groups={"head": "dense/bias"}, group="dense/kernel")
+    with pytest.raises(ValueError, match="must hold .* group='dense/kernel' .* head"):
+        outside.validate(context)
 
 
 def test_the_diagonal_is_within_its_error(context, dense):
@@ -139,10 +136,6 @@ def test_a_large_diagonal_is_summed_up_and_not_saved(context):
     assert Diagonal(num_probes=4, max_saved=SIZE - 1).run(context).arrays == {}
     saved = Diagonal(num_probes=4, max_saved=SIZE).run(context).arrays
     assert sum(x.size for name, x in saved.items() if name.endswith("/mean")) == SIZE
-
-
-class Killed(BaseException):
-    """Stands for a preemption."""
 
 
 @pytest.mark.parametrize(
@@ -207,13 +200,9 @@ def test_the_losses_agree_and_only_t5xs_own_has_no_forward_mode(context):
 
 
 def test_chunked_candidates_are_compared_too(tmp_path):
-    context = Context(
-        objective=Objective.from_model(tiny_t5.model(), tiny_t5.batches()),
-        params=tiny_t5.parameters(),
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: epath.Path(tmp_path) / name,
-    )
+    objective = Objective.from_model(tiny_t5.model(), tiny_t5.batches())
+    params = tiny_t5.parameters()
+    context = runs.context(tmp_path, objective=objective, params=params)
     comparison = LossComparison(chunk_lengths=(2,), num_rounds=1)
     comparison.validate(context)
     found = comparison.run(context)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from etils import epath
 from jax.flatten_util import ravel_pytree
+from stops import Killed
 
 from t5x_fwdloss.analysis import (
     DirectionalDerivatives,
@@ -43,12 +44,10 @@ def preconditioner():
 @pytest.fixture(scope="module")
 def shared(x64_everywhere):
     """A context whose compiled products serve all tests here."""
-    context = Context(
+    context = runs.context(
+        "",
         objective=runs.objective(toy.batches(6, dtype=np.float64), z_loss=0.01),
         params=toy.parameters(dtype=np.float64),
-        seed=runs.SEED,
-        load_params=None,
-        state_path=lambda name: epath.Path(name),
         load_preconditioner=preconditioner,
     )
     context.product("hessian")
@@ -155,10 +154,6 @@ def test_several_starts_see_an_eigenvalue_as_often_as_it_occurs(context):
     assert three.numbers["num_products"].value == 6  # three steps, three residuals
     with pytest.raises(ValueError, match="num_starts must be .* of at least 1: got 0"):
         settings_lib.check_fields(Eigenpairs(num_starts=0))
-
-
-class Killed(BaseException):
-    """Stands for a preemption."""
 
 
 @pytest.mark.parametrize("estimator", ["hutch++", "xtrace"])

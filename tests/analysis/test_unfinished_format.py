@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+from stops import Killed
 
 from t5x_fwdloss import curvature
 from t5x_fwdloss.analysis.store import folder, records, saved_state
@@ -70,10 +71,6 @@ def test_a_state_with_other_members_has_another_format():
         state: saved if any(saved.values()) else set(saved)
         for state, saved in MEMBERS.items()
     }
-
-
-class Killed(BaseException):
-    """Stands for a preemption in the middle of a run."""
 
 
 @pytest.mark.parametrize("other", [None, folder.FORMAT + 1])

@@ -1,8 +1,4 @@
-"""The cells of the table: which measurement, of which matrix, how; and the true matrix.
-
-Traces by group and diagonals have no group, damping or preconditioner: their classes do
-not accept them.
-"""
+"""The cells of the table: which measurement, of which matrix, how; and the true matrix."""
 
 import zlib
 
@@ -96,21 +92,29 @@ def traces(matrix, variants, sizes):
     return found
 
 
-def stacked(quantity, matrix, sizes):
-    """Traces by group, or the diagonal, with stacks of these sizes."""
+def stacked(quantity, matrix, variants, sizes):
+    """Traces by group, or the diagonal: whole in stacks of these sizes."""
     return [
         measurement(
-            quantity, matrix, size, num_probes=NUM_PROBES[quantity], block_size=size
+            quantity,
+            matrix,
+            variant,
+            size,
+            num_probes=NUM_PROBES[quantity],
+            block_size=size,
+            **VARIANTS[variant],
         )
-        for size in sizes
+        for variant in variants
+        for size in (sizes if variant == "whole" else SIZES[1:])
     ]
 
 
-def group_traces(matrix, _, sizes):
+def group_traces(matrix, variants, sizes):
     """Traces by layer, and those of one group that is given."""
     given = measurement(
         "group_traces",
         matrix,
+        "whole",
         4,
         "given",
         groups={GROUP: f"{GROUP}/.*"},
@@ -118,11 +122,12 @@ def group_traces(matrix, _, sizes):
         num_probes=NUM_PROBES["group_traces"],
         block_size=4,
     )
-    return [*stacked("group_traces", matrix, sizes), *[given] * (sizes == SIZES)]
+    found = stacked("group_traces", matrix, variants, sizes)
+    return [*found, *[given] * (sizes == SIZES)]
 
 
-def diagonals(matrix, _, sizes):
-    return stacked("diagonal", matrix, sizes)
+def diagonals(matrix, variants, sizes):
+    return stacked("diagonal", matrix, variants, sizes)
 
 
 def eigenpairs(matrix, variants, _):

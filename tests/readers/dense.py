@@ -44,10 +44,10 @@ def model(impl="custom_jvp", config=SIZES):
     )
 
 
-def batches():
-    """Two batches of sequences of unequal length and weight."""
+def batches(num=2):
+    """Batches of sequences of unequal length and weight."""
     rng = np.random.default_rng(0)
-    return [_batch(rng) for _ in range(2)]
+    return [_batch(rng) for _ in range(num)]
 
 
 def _batch(rng):
@@ -104,11 +104,11 @@ def reference() -> Reference:
 def loss(theta: np.ndarray) -> float:
     """The loss at other parameters."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        return float(sum(_share(theta, b) for b in batches()))
+        return float(sum(share(theta, b, normalizer()) for b in batches()))
 
 
-def normalizer() -> float:
-    return sum(b["decoder_loss_weights"].sum(dtype=float) for b in batches())
+def normalizer(num=2) -> float:
+    return sum(b["decoder_loss_weights"].sum(dtype=float) for b in batches(num))
 
 
 def group(prefix: str) -> np.ndarray:
@@ -136,21 +136,22 @@ def _logits(theta, batch):
 
 
 @jax.jit
-def _share(theta, batch):
+def share(theta, batch, normalizer):
+    """A batch's share of the loss."""
     total, _ = oracles.weighted_loss(
         _logits(theta, batch),
         batch["decoder_target_tokens"],
         batch["decoder_loss_weights"],
         SMOOTHING,
         Z_LOSS,
-        normalizer(),
+        normalizer,
     )
     return total
 
 
 @jax.jit
 def _hessian_columns(theta, batch, vectors):
-    slope = jax.grad(lambda x: _share(x, batch))
+    slope = jax.grad(lambda x: share(x, batch, normalizer()))
     return jax.vmap(lambda v: jax.jvp(slope, (theta,), (v,))[1])(vectors)
 
 
@@ -165,11 +166,11 @@ def _reference():
         rows, z = np.asarray(jacobian(theta, b)), np.asarray(_logits(theta, b))
         for name, part in _sandwiches(rows, z, b, number).items():
             matrices[name] = matrices.get(name, 0.0) + part / normalizer()
-    gradient = jax.jit(jax.grad(_share))
+    gradient = jax.jit(jax.grad(share))
     return Reference(
         np.asarray(theta),
-        np.asarray([float(_share(theta, b)) for b in found]),
-        sum(np.asarray(gradient(theta, b)) for b in found),
+        np.asarray([float(share(theta, b, normalizer())) for b in found]),
+        sum(np.asarray(gradient(theta, b, normalizer())) for b in found),
         matrices,
     )
 

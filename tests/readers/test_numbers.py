@@ -242,19 +242,27 @@ def check_signs(entry, quadratures):
         assert number["unit"] == "1"
 
 
-def group_names():
-    paths = dense.leaves(dense.parameters())
+def group_names(variant):
+    inside = cells.in_group(variant)
+    paths = [
+        path
+        for path in dense.leaves(dense.parameters())
+        if inside[dense.group(path)].all()
+    ]
     return list(dict.fromkeys("/".join(path.split("/")[:2]) for path in paths))
 
 
 @cells.table("group_traces")
 def test_traces_by_group(run, truth, name):
-    matrix = truth.matrices[parts(name)[1]]
     entry, count = run[name], cells.NUM_PROBES["group_traces"]
-    given = "given" in parts(name)[2]
+    _, matrix, (variant, *labels) = parts(name)
+    matrix, given = (
+        cells.true_matrix(truth.matrices[matrix], variant),
+        "given" in labels,
+    )
     confidence = cells.CONFIDENCE if given else 0.95
     z = cells.draws(f"{name}/probes", range(count))
-    products, tolerance, unit = matrix @ z, rounding(matrix), unit_of("whole")
+    products, tolerance, unit = matrix @ z, rounding(matrix), unit_of(variant)
 
     def check_estimate(number, samples, size=1):
         expected = estimators.hutchinson(samples, confidence)
@@ -275,7 +283,7 @@ def test_traces_by_group(run, truth, name):
     tolerance_of_norm = ROUNDING * 2 * np.linalg.norm(matrix)
     number = entry.number("frobenius_norm")
     check(number, norm, error, None, unit, None, tolerance_of_norm)
-    wanted = [cells.GROUP] if given else group_names()
+    wanted = [cells.GROUP] if given else group_names(variant)
     listed = [x for x in entry.found["results"] if x.endswith("/parameters")]
     assert len(listed) == len(wanted)
     left_out = [x for x in entry.found["notes"] if "do not add up to the whole" in x]
@@ -293,13 +301,14 @@ def test_traces_by_group(run, truth, name):
 
 @cells.table("diagonal")
 def test_diagonals(run, truth, name):
-    entry = run[name]
-    matrix, count = truth.matrices[parts(name)[1]], cells.NUM_PROBES["diagonal"]
+    entry, count = run[name], cells.NUM_PROBES["diagonal"]
+    _, matrix, (variant, _) = parts(name)
+    matrix = cells.true_matrix(truth.matrices[matrix], variant)
     z = cells.draws(f"{name}/probes", range(count))
     samples = z * (matrix @ z)
     mean = samples.mean(axis=1)
     error = samples.std(axis=1, ddof=1) / np.sqrt(count)
-    tolerance, unit = ROUNDING * np.linalg.norm(matrix), unit_of("whole")
+    tolerance, unit = ROUNDING * np.linalg.norm(matrix), unit_of(variant)
     total = estimators.hutchinson(samples.sum(axis=0))
     check(
         entry.number("trace"),
@@ -312,11 +321,16 @@ def test_diagonals(run, truth, name):
     )
     for path, leaf in dense.leaves(dense.parameters()).items():
         chosen = dense.group(path)
+        if not cells.in_group(variant)[chosen].all():
+            assert f"{path}/mean" not in entry.arrays
+            continue
         for end, expected in (("mean", mean), ("error", error)):
             found = entry.arrays[f"{path}/{end}"]
             assert found.shape == leaf.shape
             np.testing.assert_allclose(found.ravel(), expected[chosen], atol=tolerance)
-    for group in group_names():
+    layers = [k for k in entry.found["results"] if k.endswith("/largest")]
+    assert len(layers) == len(group_names(variant))
+    for group in group_names(variant):
         chosen, label = dense.group(group), group.replace("/", ".")
         for end, at in (("largest", np.argmax), ("smallest", np.argmin)):
             place = at(mean[chosen])

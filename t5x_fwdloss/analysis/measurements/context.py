@@ -268,6 +268,11 @@ class Measurement(Protocol):
         return 0
 
     @property
+    def first_matrix(self) -> str | None:
+        """The matrix whose products it takes first, for the run's checks; None: none."""
+        return None
+
+    @property
     def optimizer_setting(self) -> str:
         """The setting that needs the state of the checkpoint's optimizer; '' if none."""
         return ""

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
@@ -33,7 +33,7 @@ OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 
 
 @dataclasses.dataclass(frozen=True)
-class SpectralDensity(TransformedMeasurement):
+class SpectralDensity(MatrixMeasurement):
     """The density of a matrix's eigenvalues, by stochastic Lanczos quadrature.
 
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
@@ -92,7 +92,7 @@ class SpectralDensity(TransformedMeasurement):
         level = smoothing.zero_level(samples, trees.epsilon(like), noise)
         numbers = self._numbers(context, samples, level)
         numbers = context.rounding.include(numbers, at)
-        notes = context.rounding.notes
+        notes = context.rounding.notes + self.optimizer_notes(context)
         return result(self, numbers, arrays=_arrays(samples), notes=notes)
 
     def plots(self) -> Sequence[Plot]:

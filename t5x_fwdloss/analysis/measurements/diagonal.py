@@ -22,7 +22,7 @@ from t5x_fwdloss.analysis.numbers import (
 )
 from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.krylov.space import rounding_level
-from t5x_fwdloss.curvature.vectors import groups, trees
+from t5x_fwdloss.curvature.vectors import trees
 
 ENTRY_ERROR = "standard error of that entry"
 # The chance at which an entry may be given the wrong sign.
@@ -59,7 +59,7 @@ class Diagonal(MatrixMeasurement):
             self.num_probes,
             functools.partial(
                 probe_estimates,
-                context.product(self.matrix, self.block_size),
+                self.product(context, self.block_size),
                 context.params,
                 context.key(f"{self.name}/probes"),
                 num_probes=self.num_probes,
@@ -77,14 +77,14 @@ class Diagonal(MatrixMeasurement):
         return context.rounding.errors(at)
 
     def _result(self, context, found, rounding) -> MeasurementResult:
-        unit, numbers = context.curvature_unit, {}
+        unit, numbers = self.unit(context), {}
         dtype, kind, of_trace = context.rounding.dtype, ENTRY_ERROR, 0.0
         if rounding is not None:
             of_trace, entries = float(rounding[0]), rounding[1]
             kind = kind_with_rounding(kind, dtype)
             error = trees.add(found.diagonal_error, entries)
             found = dataclasses.replace(found, diagonal_error=error)
-        entries = groups.group_masks(context.params, by_layer(context.params))
+        entries = self.parts(context, by_layer(context.params))
         labels = labels_of(entries)
         quantile = scipy.stats.t.isf(SIGN_LEVEL, found.trace.num_probes - 1)
         level = _zero_level(found.diagonal)
@@ -121,17 +121,22 @@ class Diagonal(MatrixMeasurement):
                 "Each entry has its own sampling error: the extremes of many noisy "
                 "entries lie further out than those of the true diagonal.",
                 *context.rounding.notes,
+                *self.optimizer_notes(context),
             ),
         )
 
     def _arrays(self, context, found) -> dict[str, np.ndarray]:
         here = all(x.is_fully_addressable for x in jax.tree.leaves(found.diagonal))
-        if not here or trees.dimension(context.params) > self.max_saved:
+        if not here or self.dimension(context) > self.max_saved:
             return {}
+        paths, mask = trees.leaf_paths(found.diagonal), self.mask(context)
+        flags = [True] * len(paths) if mask is None else jax.tree.leaves(mask)
         arrays = {}
         for end, tree in (("mean", found.diagonal), ("error", found.diagonal_error)):
-            leaves = zip(trees.leaf_paths(tree), jax.tree.leaves(tree), strict=True)
-            arrays |= {f"{path}/{end}": np.asarray(leaf) for path, leaf in leaves}
+            leaves = zip(paths, jax.tree.leaves(tree), flags, strict=True)
+            arrays |= {
+                f"{path}/{end}": np.asarray(x) for path, x, flag in leaves if flag
+            }
         return arrays
 
 

@@ -65,6 +65,11 @@ class DirectionalDerivatives(Measurement):
     relative_radius: settings.Above = 0.02
 
     @property
+    def first_matrix(self) -> str:
+        """The Hessian, for the curvatures."""
+        return "hessian"
+
+    @property
     def optimizer_setting(self) -> str:
         """The setting of the preconditioned gradient, where that is a direction."""
         setting = "along_preconditioned_gradient"

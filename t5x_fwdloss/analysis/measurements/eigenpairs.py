@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
-from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import NORM_FACTOR, NUM_DRAWS
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
@@ -35,7 +35,7 @@ from t5x_fwdloss.curvature.vectors import directions, groups, probes, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class Eigenpairs(TransformedMeasurement):
+class Eigenpairs(MatrixMeasurement):
     """Eigenvalues at both ends of a spectrum, each with its true residual.
 
     A pair is converged if its true residual is at most `tolerance` times its own

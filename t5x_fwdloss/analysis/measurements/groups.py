@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
@@ -47,27 +48,36 @@ class GroupTraces(MatrixMeasurement):
     @property
     def patterns_of_groups(self) -> Sequence[str]:
         """Those that are given."""
-        return tuple((self.groups or {}).values())
+        return (*super().patterns_of_groups, *(self.groups or {}).values())
 
     def validate(self, context: Context) -> None:
-        """Check that every pattern matches something (`ValueError`)."""
-        super().validate(context)
-        groups.group_masks(context.params, self.patterns(context))
+        """Check the matrix, and that there is something of it in a group.
 
-    def patterns(self, context: Context) -> Mapping[str, str]:
-        """The groups' patterns, those by layer where none are given."""
-        return self.groups or by_layer(context.params)
+        Raises:
+            ValueError: a pattern matches nothing, or all groups are outside of `group`.
+        """
+        super().validate(context)
+        if not self.masks(context):
+            raise ValueError(
+                "GroupTraces.groups must hold parameters that are measured, those of "
+                f"group={self.group!r} that are trained: none of "
+                f"{', '.join(self.groups or ())} does."
+            )
+
+    def masks(self, context: Context) -> dict[str, PyTree]:
+        """The groups as trees of booleans; by layer where none are given."""
+        return self.parts(context, self.groups or by_layer(context.params))
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved sums on if there are any."""
-        masks = groups.group_masks(context.params, self.patterns(context))
+        masks = self.masks(context)
         found = context.resumed(
             self.name,
             ProbeState,
             self.num_probes,
             functools.partial(
                 probe_estimates,
-                context.product(self.matrix, self.block_size),
+                self.product(context, self.block_size),
                 context.params,
                 context.key(f"{self.name}/probes"),
                 num_probes=self.num_probes,
@@ -79,7 +89,7 @@ class GroupTraces(MatrixMeasurement):
         return self._result(context, found, masks)
 
     def _result(self, context, found, masks) -> MeasurementResult:
-        unit = context.curvature_unit
+        unit = self.unit(context)
 
         def number(estimate, size=1):
             low, high = estimate.interval
@@ -107,16 +117,8 @@ class GroupTraces(MatrixMeasurement):
         numbers = self._with_rounding(context, numbers, masks)
         notes = context.rounding.notes
         skewed = skewness_notes({"trace": found.trace} | found.groups)
-        covered = np.sum([jax.tree.leaves(mask) for mask in masks.values()], axis=0)
-        if (covered != 1).any():
-            paths = np.asarray(trees.leaf_paths(trees.float_part(context.params)))
-            some = ", ".join(paths[covered != 1][:3])
-            notes += (
-                "The groups do not add up to the whole: "
-                f"{int((covered != 1).sum())} leaves are in none or in several, such "
-                f"as {some}.",
-            )
-        return result(self, numbers, arrays=samples, notes=(*notes, *skewed))
+        notes += (*self.optimizer_notes(context), *self._not_covered(context, masks))
+        return result(self, numbers, arrays=samples, notes=notes + skewed)
 
     def plots(self) -> Sequence[Plot]:
         """The traces of the groups."""
@@ -125,6 +127,19 @@ class GroupTraces(MatrixMeasurement):
                 "The trace by group of parameters, with its confidence interval.",
                 _group_traces,
             ),
+        )
+
+    def _not_covered(self, context, masks) -> tuple[str, ...]:
+        """A note that names leaves, if there are any, that are not in one group each."""
+        covered = np.sum([jax.tree.leaves(mask) for mask in masks.values()], axis=0)
+        mask = self.mask(context)
+        odd = covered != (1 if mask is None else np.asarray(jax.tree.leaves(mask)))
+        if not odd.any():
+            return ()
+        paths = np.asarray(trees.leaf_paths(trees.float_part(context.params)))
+        return (
+            f"The groups do not add up to the whole: {int(odd.sum())} leaves are in none "
+            f"or in several, such as {', '.join(paths[odd][:3])}.",
         )
 
     def _with_rounding(self, context, numbers, masks) -> dict[str, Number]:

@@ -12,7 +12,7 @@ the eigenvalues of $D^2 A$, which decide whether steps are stable.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -29,59 +29,12 @@ from t5x_fwdloss.curvature.vectors.trees import Matvec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixMeasurement(Measurement):
-    """What every measurement of a matrix has, beside settings of its own.
+    """A measurement of a matrix, or of what group, optimizer and damping make of it.
 
     Attributes:
         matrix: 'hessian', 'gauss_newton', 'fisher', 'sampled_fisher' or
             'empirical_fisher' (see `t5x_fwdloss.analysis.objective.matrices`).
         name: name in the results; None: matrix and quantity, such as 'hessian_trace'.
-    """
-
-    matrix: Annotated[str, settings.one_of(*matrices.WORDS)] = "hessian"
-    name: settings.FilledIn[settings.Words] = None  # pyright: ignore[reportAssignmentType]
-
-    def __post_init__(self):
-        """Fills in the default of the name."""
-        if self.name is None:
-            quantity = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
-            object.__setattr__(self, "name", f"{self.matrix}_{quantity}")
-
-    def validate(self, context: Context) -> None:
-        """Check that the objective has the matrix (`ValueError`)."""
-        context.objective.check_matrix(self.matrix)
-
-    def product(
-        self, context: Context, block_size: int = 1, at: PyTree | None = None
-    ) -> Matvec:
-        """The product with one vector, or with stacked ones.
-
-        Args:
-            context: the run.
-            block_size: 1, or how many vectors are stacked.
-            at: other parameters, for products with one vector; None: the checkpoint's.
-        """
-        return context.product(self.matrix, block_size, at)
-
-    def one_probe(
-        self, context: Context, at: PyTree | None, **settings: Any
-    ) -> ProbeEstimates:
-        """What a single probe tells: enough to see how far rounding moves an estimate.
-
-        Args:
-            context: the run.
-            at: parameters, as of `product`.
-            **settings: groups and diagonal, as of `probe_estimates`.
-        """
-        key = context.key(f"{self.matrix}/one_probe")
-        product = self.product(context, at=at)
-        return probe_estimates(product, context.params, key, num_probes=1, **settings)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformedMeasurement(MatrixMeasurement):
-    """A measurement of a matrix, or of what group, optimizer and damping make of it.
-
-    Attributes:
         group: a regular expression for the whole path of parameters, such as
             'decoder/.*': only their diagonal block is measured; None: all of it.
         preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
@@ -89,9 +42,22 @@ class TransformedMeasurement(MatrixMeasurement):
         damping: what is added to every eigenvalue.
     """
 
+    matrix: Annotated[str, settings.one_of(*matrices.WORDS)] = "hessian"
+    name: settings.FilledIn[settings.Words] = None  # pyright: ignore[reportAssignmentType]
     group: settings.Pattern | None = None
     preconditioned: bool = False
     damping: float = 0.0
+
+    def __post_init__(self):
+        """Fills in the default of the name."""
+        if self.name is None:
+            quantity = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
+            object.__setattr__(self, "name", f"{self.matrix}_{quantity}")
+
+    @property
+    def first_matrix(self) -> str:
+        """Its matrix."""
+        return self.matrix
 
     @property
     def optimizer_setting(self) -> str:
@@ -110,7 +76,7 @@ class TransformedMeasurement(MatrixMeasurement):
             ValueError: the objective lacks the matrix, the group matches nothing that is
                 trained, or the run cannot read an optimizer's state.
         """
-        super().validate(context)
+        context.objective.check_matrix(self.matrix)
         if self.preconditioned:
             context.check_preconditioner(f"{type(self).__name__}.preconditioned")
         mask = self.mask(context)
@@ -135,8 +101,22 @@ class TransformedMeasurement(MatrixMeasurement):
         trained = context.preconditioner().trained
         if all(jax.tree.leaves(trained)):
             return mask
-        both = lambda x, y: x and y
-        return trained if mask is None else jax.tree.map(both, mask, trained)
+        return trained if mask is None else _both(mask, trained)
+
+    def parts(self, context: Context, patterns: Mapping[str, str]) -> dict[str, PyTree]:
+        """The masks of groups of the parameters that it is a matrix of.
+
+        Args:
+            context: the run.
+            patterns: group's name to a regular expression for the whole path.
+
+        Returns:
+            The masks by name, without the groups that hold none of the parameters.
+        """
+        masks, mask = groups.group_masks(context.params, patterns), self.mask(context)
+        if mask is not None:
+            masks = {name: _both(found, mask) for name, found in masks.items()}
+        return {name: x for name, x in masks.items() if any(jax.tree.leaves(x))}
 
     def dimension(self, context: Context) -> int:
         """The number of parameters it is a matrix of."""
@@ -178,7 +158,7 @@ class TransformedMeasurement(MatrixMeasurement):
             return ()
         found = context.preconditioner()
         notes = [_words(found)]
-        if context.objective.normalizer_kind in ("sum", "constant"):
+        if context.objective.normalizer.kind in ("sum", "constant"):
             notes.append(
                 "The loss is a sum over the tokens of all analyzed batches: compare with "
                 "the threshold at the number of tokens in a batch of the training."
@@ -217,7 +197,7 @@ class TransformedMeasurement(MatrixMeasurement):
             block_size: 1, or how many vectors are stacked.
             at: other parameters, for products with one vector; None: the checkpoint's.
         """
-        found = super().product(context, block_size, at)
+        found = context.product(self.matrix, block_size, at)
         if self.preconditioned:
             root = preconditioning.root(context.preconditioner().diagonal)
             found = preconditioning.congruent(found, root)
@@ -227,6 +207,20 @@ class TransformedMeasurement(MatrixMeasurement):
         if self.damping:
             found = _damped(found, self.damping, mask)
         return found
+
+    def one_probe(
+        self, context: Context, at: PyTree | None, **settings: Any
+    ) -> ProbeEstimates:
+        """What a single probe tells: enough to see how far rounding moves an estimate.
+
+        Args:
+            context: the run.
+            at: parameters, as of `product`.
+            **settings: groups and diagonal, as of `probe_estimates`.
+        """
+        key = context.key(f"{self.matrix}/one_probe")
+        product = self.product(context, at=at)
+        return probe_estimates(product, context.params, key, num_probes=1, **settings)
 
 
 def _words(found) -> str:
@@ -253,6 +247,10 @@ def _words(found) -> str:
         f"{found.threshold:.4g} / η; its learning rate η is not known to this run: "
         "LEARNING_RATE_FN gives it."
     )
+
+
+def _both(one, other):
+    return jax.tree.map(lambda x, y: x and y, one, other)
 
 
 def _damped(product, damping, mask):

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import TransformedMeasurement
+from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
@@ -44,7 +44,7 @@ CAPTIONS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Trace(TransformedMeasurement):
+class Trace(MatrixMeasurement):
     """The trace of a matrix, the sum of its eigenvalues, by a randomized estimator.
 
     Attributes:
@@ -101,7 +101,8 @@ class Trace(TransformedMeasurement):
             ),
         }
         numbers = self._with_rounding(context, numbers)
-        notes = context.rounding.notes + skewness_notes({"trace": found})
+        notes = context.rounding.notes + self.optimizer_notes(context)
+        notes += skewness_notes({"trace": found})
         if found.rank is not None:
             notes += (
                 f"The subspace holds the whole range of the matrix, of rank {found.rank}:"

@@ -10,7 +10,6 @@ parameters, keep their shardings, and are summed in float32 or wider. Scalars ar
 on the host in float64.
 """
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +40,7 @@ from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
 from t5x_fwdloss.curvature.products.derivatives import directional_derivative, gradient
 from t5x_fwdloss.curvature.products.linearized import summed
 from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
-from t5x_fwdloss.loss_mixin import LossMixin, check_no_other_loss
+from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.losses import LossSettings
 
 PRECISIONS = ("default", "high", "highest")
@@ -224,11 +223,6 @@ class Objective:
         return self.normalizer.total
 
     @property
-    def normalizer_kind(self) -> str:
-        """'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'."""
-        return self.normalizer.kind
-
-    @property
     def loss_record(self) -> dict[str, Any]:
         """The settings of the loss as JSON holds them; empty where there are none."""
         return {} if self.loss_settings is None else self.loss_settings.record
@@ -286,30 +280,6 @@ class Objective:
         shares = self.batch_values(params)
         check_finite("the loss", by_batch({"its value": x} for x in shares))
         return math.fsum(shares)
-
-    def model_loss(self, params: PyTree) -> tuple[float, float] | None:
-        """The first batch's loss by the model's own `loss_fn`, and as measured here.
-
-        Both before normalization. None where there is no model with a `loss_fn`, and
-        where the first batch has no counted token.
-        """
-        if not hasattr(self.model, "loss_fn"):
-            return None
-        model = copy.copy(self.model)
-        if isinstance(model, LossMixin):  # whose loss does not depend on its metrics
-            model._compute_metrics = lambda **_: {}
-
-        def both(params, batch, key, _):
-            _, normalizer = model.loss_sum(params, batch, key)
-            loss, _ = model.loss_fn(params, batch, key)
-            return loss * normalizer, self._numerator(params, batch, key), normalizer
-
-        layout = parameters.replicated(params)
-        program = self._programs.compiled("the model's own loss", both, layout)
-        first = next(iter(self._pairs()))
-        found = program(parameters.widened(params), *first)
-        own, measured, normalizer = map(float, jax.device_get(found))
-        return (own, measured) if normalizer else None
 
     def gradient(self, params: PyTree) -> PyTree:
         """The gradient, a tree like the parameters' floating-point leaves."""

@@ -1,14 +1,16 @@
 r"""The checks a run makes of itself before it measures anything.
 
 The loss of the first batch must be what the model's own `loss_fn` says. With a
-direction $u = g/\|g\| + r$, r random of norm one, and $w = H u / \|H u\|$: the
-loss must give the same value twice; the jvp along $u$ must be $\langle g, u \rangle$;
-$\langle u, H w \rangle$ must be $\langle w, H u \rangle = \|H u\|$, which for an operator
-that is not symmetric fails however many parameters there are; and $H 0$ must be 0.
+direction $u = g/\|g\| + r$, r random of norm one, a matrix $A$ that will be measured, and
+$w = A u / \|A u\|$: the loss must give the same value twice; the jvp along $u$ must be
+$\langle g, u \rangle$; $\langle u, A w \rangle$ must be
+$\langle w, A u \rangle = \|A u\|$, which for an operator that is not symmetric fails
+however many parameters there are; and $A 0$ must be 0.
 """
 
+import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from t5x_fwdloss.analysis.objective import forward_mode, parameters
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import probes, trees
+from t5x_fwdloss.loss_mixin import LossMixin
 
 # What keeps XLA from fusing products and sums of rows into kernels of YNNPACK.
 YNN_OFF = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
@@ -51,6 +54,35 @@ class Check:
     def passed(self) -> bool:
         """Whether the numbers agree; NaN agrees with nothing."""
         return abs(self.first - self.second) <= self.tolerance
+
+
+def model_loss(objective: Objective, params: PyTree) -> tuple[float, float] | None:
+    """The first batch's loss by the model's own `loss_fn`, and as it is measured.
+
+    Both are shares of the objective's value. None where the model has no `loss_fn`, and
+    where no token of the first batch counts.
+
+    Args:
+        objective: the objective.
+        params: parameters of the checkpoint.
+    """
+    if not hasattr(objective.model, "loss_fn"):
+        return None
+    model = copy.copy(objective.model)
+    if isinstance(model, LossMixin):  # whose loss does not depend on its metrics
+        model._compute_metrics = lambda **_: {}
+
+    def both(params, batch, key):
+        _, normalizer = model.loss_sum(params, batch, key)
+        loss, _ = model.loss_fn(params, batch, key)
+        own = loss * normalizer / objective.W
+        return own, objective.batch_loss(params, batch, key), normalizer
+
+    params = parameters.widened(params)
+    program = objective.compiled(both, params)
+    found = program(params, objective.batches[0], objective.key(0))
+    own, measured, normalizer = map(float, jax.device_get(found))
+    return (own, measured) if normalizer else None
 
 
 def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") -> bool:
@@ -98,6 +130,7 @@ def check_objective(
     params: PyTree,
     key: jax.Array,
     *,
+    matrix: str = "the Hessian",
     product: Callable[[PyTree], PyTree] | None = None,
     forward: bool = True,
 ) -> list[Check]:
@@ -107,17 +140,16 @@ def check_objective(
         objective: what will be measured.
         params: parameters of the checkpoint.
         key: a threefry key for the random part of the directions.
-        product: the Hessian product that will be used; None: the objective's own.
+        matrix: the matrix of `product`, in words.
+        product: the product that will be used; None: there is none to be checked.
         forward: whether the loss has a forward mode to be checked.
 
     Raises:
         PreflightError: the first check that fails, with both numbers.
     """
     dtype = objective.activation_dtype(params)
-    if product is None:
-        product = objective.product("hessian", params, memory_budget=0)
     done = []
-    for check in _checks(objective, params, key, dtype, product, forward):
+    for check in _checks(objective, params, key, dtype, matrix, product, forward):
         if not check.passed:
             raise PreflightError(_failure(check))
         done.append(check)
@@ -173,8 +205,28 @@ def _failure(check) -> str:
     )
 
 
-def _checks(objective, params, key, dtype, hessian, forward):
+def _checks(objective, params, key, dtype, matrix, product, forward) -> Iterator[Check]:
+    yield from _of_loss(objective, params, dtype)
+    if not forward and product is None:
+        return
     relative = forward_mode.TOLERANCES.get(dtype, 1e-1)
+    u, gradient = _direction(objective, params, key)
+    if forward:
+        yield from _of_slope(objective, params, u, gradient, relative)
+    if product is not None:
+        yield from _of_product(matrix, product, u, relative)
+
+
+def _direction(objective, params, key) -> tuple[PyTree, PyTree]:
+    """The gradient's direction plus a random one, and the gradient."""
+    gradient = objective.gradient(params)
+    length = float(trees.norm(gradient))
+    noise = probes.random_like(key, params, "normal")
+    u = trees.scale(1.0 / float(trees.norm(noise)), noise)
+    return (trees.axpy(1.0 / length, gradient, u) if length > 0 else u), gradient
+
+
+def _of_loss(objective, params, dtype) -> Iterator[Check]:
     value = objective.value(params)
     yield Check(
         "loss twice",
@@ -183,7 +235,7 @@ def _checks(objective, params, key, dtype, hessian, forward):
         1e-6 * abs(value),
         "the loss is random: turn dropout off, or give one fixed key per batch",
     )
-    losses = objective.model_loss(params)
+    losses = model_loss(objective, params)
     if losses is not None:
         own, measured = losses
         yield Check(
@@ -193,37 +245,36 @@ def _checks(objective, params, key, dtype, hessian, forward):
             max(1e-5, LOSS_ROUNDINGS * float(jnp.finfo(dtype).eps)) * abs(measured),
             "the model trains another loss than the cross entropy that is measured",
         )
-    gradient = objective.gradient(params)
-    length = float(trees.norm(gradient))
-    noise = probes.random_like(key, params, "normal")
-    u = trees.scale(1.0 / float(trees.norm(noise)), noise)
-    if length > 0:
-        u = trees.axpy(1.0 / length, gradient, u)
-    if forward:
-        _, slope = objective.jvp(params, u)
-        yield Check(
-            "jvp equals <gradient, v>",
-            slope,
-            float(trees.inner(gradient, u)),
-            relative * length * float(trees.norm(u)),
-            "forward and reverse mode differ: a derivative rule in the model is wrong",
-        )
-    product = hessian(u)
-    length = float(trees.norm(product))
-    w = trees.scale(1.0 / length, product) if length > 0 else u
-    again = hessian(w)
+
+
+def _of_slope(objective, params, u, gradient, relative) -> Iterator[Check]:
+    _, slope = objective.jvp(params, u)
     yield Check(
-        "u.Hv equals v.Hu",
-        float(trees.inner(u, again)),
-        float(trees.inner(w, product)),
-        relative * float(trees.norm(u)) * float(trees.norm(again)),
-        "the Hessian is not symmetric: the loss is random or a derivative rule is wrong",
+        "jvp equals <gradient, v>",
+        slope,
+        float(trees.inner(gradient, u)),
+        relative * float(trees.norm(gradient)) * float(trees.norm(u)),
+        "forward and reverse mode differ: a derivative rule in the model is wrong",
     )
-    zero = hessian(trees.scale(0.0, u))
+
+
+def _of_product(matrix, product, u, relative) -> Iterator[Check]:
+    found = product(u)
+    length = float(trees.norm(found))
+    w = trees.scale(1.0 / length, found) if length > 0 else u
+    again = product(w)
     yield Check(
-        "H.0 equals 0",
+        f"u.Av equals v.Au for {matrix}",
+        float(trees.inner(u, again)),
+        float(trees.inner(w, found)),
+        relative * float(trees.norm(u)) * float(trees.norm(again)),
+        f"{matrix} is not symmetric: the loss is random or a derivative rule is wrong",
+    )
+    zero = product(trees.scale(0.0, u))
+    yield Check(
+        f"A.0 equals 0 for {matrix}",
         float(trees.norm(zero)),
         0.0,
         0.0,
-        "the product with the Hessian is not linear",
+        f"the product with {matrix} is not linear",
     )

@@ -47,7 +47,7 @@ def of_settings(
         "batches": objective.batches_hash,
         "seed": seed,
         "loss": objective.loss_record,
-        "normalizer": {"kind": objective.normalizer_kind, "W": objective.W},
+        "normalizer": {"kind": objective.normalizer.kind, "W": objective.W},
         "dropout_seed": objective.dropout_seed,
         "precision": objective.precision,
         "measurements": [
