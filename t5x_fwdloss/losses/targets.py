@@ -1,7 +1,8 @@
 r"""Smoothed targets, T5X's way: $1 - s$ on the label, $s / (V - 1)$ on every other class.
 
-A label outside $[0, V)$ is no class: its row carries the off value everywhere. With one
-class the off value is $s$ (T5X's special case), so that an in-range row sums to $1 - s$.
+A label outside $[0, V)$ matches no class: its row has the off value everywhere. With
+one class the off value is $s$ (T5X's special case), so that an in-range row sums to
+$1 - s$.
 
 Source: `t5x/losses.py`, `compute_weighted_cross_entropy`, and
 `flax/training/common_utils.py`, `onehot`.
@@ -22,7 +23,7 @@ def on_and_off_values(label_smoothing: float, vocab_size: int) -> tuple[float, f
 
 
 def entropy_of_targets(label_smoothing: float, vocab_size: int) -> Float[Array, ""]:
-    """The entropy of a smoothed row, which T5X subtracts: the least loss is then zero."""
+    """The entropy of a smoothed row; T5X subtracts it, so the minimal loss is zero."""
     on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
     # Term by term T5X's expression, in jax and not in Python: equal bit for bit.
     return -(
@@ -80,9 +81,9 @@ def with_void(
     targets: Shaped[Array | np.ndarray, "*batch"],
     is_void: Bool[Array, "*batch"] | None = None,
 ) -> Integer[Array, "*batch"]:
-    """The `class_indices`, with the largest integer for void tokens and them alone.
+    """The `class_indices`, with the largest integer for void tokens only.
 
-    So that what is computed token by token knows them without a further array.
+    Functions of single tokens then recognize void tokens without another array.
     """
     labels = class_indices(targets)
     labels = jnp.where(labels == _void_label(labels), _no_class(labels), labels)
