@@ -8,10 +8,9 @@ $$ C = S \ell - \langle t, z - m \rangle, \qquad
             - \langle \dot t, (z - m) - \ell \rangle. $$
 
 The shift $m$ is constant in the rule: only $m + \ell$ and $C$ leave this file, and they
-do not depend on it. Each rule takes its outputs from its own primal, so higher
-derivatives go through the rule again, and it is linear in the tangents, so jax
-transposes it: $\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in float32
-at least.
+do not depend on it. Each rule takes its outputs from its own primal, so higher orders
+pass through the rule again, and it is linear in the tangents, so jax transposes it:
+$\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in at least float32.
 """
 
 import dataclasses
@@ -59,8 +58,7 @@ def token_cross_entropy(
     Args:
         logits: unnormalized log-probabilities; any floating dtype.
         labels: class indices; an ordinary argument whose tangent is float0.
-        label_smoothing: the target weight $s$ moved off the label, a Python number in
-            [0, 1).
+        label_smoothing: the weight $s$ moved off the label, a Python number in [0, 1).
         z_loss: the coefficient $c \ge 0$; may be traced, its derivative is
             $(\log Z)^2$.
         is_void: tokens whose logits are treated as zeros, whatever they hold, and left

@@ -1,8 +1,7 @@
 r"""Smoothed targets, T5X's way: $1 - s$ on the label, $s / (V - 1)$ on every other class.
 
 A label outside $[0, V)$ matches no class: its row has the off value everywhere. With
-one class the off value is $s$ (T5X's special case), so that an in-range row sums to
-$1 - s$.
+one class the off value is $s$ (T5X's special case): an in-range row sums to $1 - s$.
 
 Source: `t5x/losses.py`, `compute_weighted_cross_entropy`, and
 `flax/training/common_utils.py`, `onehot`.

@@ -1,8 +1,8 @@
-"""What the curvature engine raises when numbers stop being numbers."""
+"""The error raised when a computation gives NaN or Inf."""
 
 
 class NonFiniteError(FloatingPointError):
-    """A vector or an inner product holds NaN or Inf; the sentence says where.
+    """A vector or an inner product holds NaN or Inf; the message says where.
 
     Attributes:
       step: What was being computed, such as `"product of Lanczos step 3"`.
@@ -11,7 +11,7 @@ class NonFiniteError(FloatingPointError):
     """
 
     def __init__(self, step: str, paths: tuple[str, ...]):
-        """Puts the sentence together.
+        """Composes the message.
 
         Args:
           step: What was being computed.

@@ -79,10 +79,10 @@ def check_like(vector: PyTree, params: PyTree, name: str = "vector") -> None:
     Args:
       vector: The vector to check.
       params: The parameters.
-      name: What the message calls the vector.
+      name: The name of the vector in the message.
 
     Raises:
-      ValueError: A leaf is missing, or its shape is another one.
+      ValueError: A leaf is missing, or has another shape.
     """
     have = dict(
         zip(leaf_paths(vector), map(jnp.shape, jax.tree.leaves(vector)), strict=True)
