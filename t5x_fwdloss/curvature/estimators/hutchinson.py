@@ -181,7 +181,7 @@ def probe_products(
       first: The number of the first probe.
       count: The number wanted, at most `block_size`.
       block_size: The number multiplied; the last block is padded, so that only one
-          shape is compiled.
+        shape is compiled.
 
     Returns:
       Pairs of a probe and its product.
@@ -237,7 +237,7 @@ def hutchinson_trace(
       num_probes: The maximal number of probes; an error needs two.
       kind: The distribution of the probes.
       relative_error: Stop as soon as half the confidence interval is at most this
-          fraction of the mean, from eight probes on.
+        fraction of the mean, from eight probes on.
       confidence: The level of the interval.
       block_size: Probes in one call of `matvec`.
       on_step: Called with the state after each call of `matvec`, to be saved.

@@ -74,7 +74,7 @@ def hutchpp_trace(
       sketch_size: Random vectors that span the subspace.
       num_probes: The maximal number of probes outside of it.
       relative_error: Stop when half the confidence interval is at most this fraction of
-          the estimate, from eight probes on.
+        the estimate, from eight probes on.
       confidence: The level of the interval.
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the subspace is kept in pinned host memory.

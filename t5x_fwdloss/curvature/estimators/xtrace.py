@@ -192,7 +192,7 @@ def xtrace(
       key: A seed or key.
       num_probes: The maximal number of probes, itself at most the dimension plus one.
       relative_error: Stop when half the confidence interval is at most this fraction of
-          the estimate, from eight probes on.
+        the estimate, from eight probes on.
       confidence: The level of the interval (Student's t).
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the vectors are kept in pinned host memory.

@@ -114,7 +114,7 @@ def eigenpairs(
         than the number of parameters (a parameter group).
       basis_on_host: Whether the basis is kept in pinned host memory.
       fresh: `fresh(i)` returns random vector number `i`, whose entries should be
-          normal; None: drawn from seed `i`.
+        normal; None: drawn from seed `i`.
       on_step: Called with the state after each step.
       state: The state of an earlier run, to resume from.
 

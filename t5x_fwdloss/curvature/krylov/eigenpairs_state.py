@@ -33,7 +33,7 @@ class EigenpairsResult:
       num_restarts: Thick restarts.
       exhausted: Whether the Krylov space became invariant.
       history: Rows `[step, theta_1, estimate_1, ...]` of the wanted pairs, one per step
-          (NaN before there are as many Ritz values).
+        (NaN before there are as many Ritz values).
     """
 
     eigenvalues: Float[np.ndarray, " k"]

@@ -27,7 +27,7 @@ class LanczosResult:
         $T_k$, and is zero where the space is invariant.
       basis: $q_1 \dots q_k$, and $q_{k+1}$ unless the space is invariant.
       exhausted: Whether the space is invariant: it contains every eigenvector that the
-          start vector has a part in.
+        start vector has a part in.
       start_norm: The norm of the start vector.
     """
 

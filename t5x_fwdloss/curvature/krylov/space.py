@@ -142,7 +142,7 @@ class Krylov:
 
         Args:
           matvec: The product with $A$, a symmetric linear map. It must not keep its
-              result, whose memory is reused.
+            result, whose memory is reused.
 
         Returns:
           The norm of the new part, zero at a breakdown: no vector was appended.

@@ -124,7 +124,7 @@ def gauss_newton_product(outputs: Function, output_hessian: Function) -> Functio
     Args:
       outputs: `(params, *args) -> z`, any pytree of float arrays.
       output_hessian: `(z, u, *args) -> H_L u`, symmetric, in the shapes of $z$,
-          including weights and normalizer, if any.
+        including weights and normalizer, if any.
 
     Returns:
       The function.

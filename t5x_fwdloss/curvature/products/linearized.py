@@ -142,7 +142,7 @@ class AmortizedProduct:
           params: The parameters.
           batches: For each batch the tuple of further arguments.
           memory_budget: Bytes that residuals may take on each device; None: half of the
-              memory free now; 0: never linearize.
+            memory free now; 0: never linearize.
           fold: Whether to rewrite the linear functions to read less memory.
 
         Raises:
