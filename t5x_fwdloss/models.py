@@ -198,9 +198,9 @@ def with_loss(
 ) -> t5x_models.BaseTransformerModel:
     """The model with its loss exchanged, and every other setting and binding kept.
 
-    The argument is left as it was. Its z-loss, label smoothing, normalizing factor,
-    decode function, vocabularies, optimizer and method bindings are the result's. A
-    model that has its loss from this package already gets the new choice.
+    The argument is not changed. Its z-loss, label smoothing, normalizing factor, decode
+    function, vocabularies, optimizer and method bindings are kept in the result. A
+    model that already has its loss from this package gets the new choice.
 
     Args:
         model: a T5X encoder-decoder or decoder-only model, or one of a subclass that
@@ -210,8 +210,8 @@ def with_loss(
             computes all logits at once.
 
     Raises:
-        TypeError: if the argument is no T5X transformer model, or has a loss or scores
-            of its own, which exchanging T5X's would drop.
+        TypeError: if the argument is not a T5X transformer model, or has a loss or
+            scores of its own, which exchanging T5X's would drop.
     """
     if not isinstance(model, t5x_models.BaseTransformerModel):
         raise TypeError(
@@ -230,7 +230,7 @@ def with_loss(
     return exchanged
 
 
-# The methods of T5X's models in whose place `LossMixin` has its own.
+# The methods of T5X's models that `LossMixin` overrides.
 _EXCHANGED = ("loss_fn", "score_batch")
 
 
