@@ -7,7 +7,7 @@
 #     scripts/analyze.sh --gin.NUM_BATCHES=8 --gin.BATCH_SIZE=32 \
 #     --gin.MEASUREMENTS="[@DirectionalDerivatives()]"
 #
-# The same command, run again, goes on with a run that was stopped.
+# The same command, run again, resumes a run that was stopped.
 set -euo pipefail
 
 : "${CHECKPOINT:?set CHECKPOINT to one checkpoint, such as /tmp/g2p/checkpoint_800}"

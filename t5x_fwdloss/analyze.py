@@ -30,7 +30,7 @@ from t5x_fwdloss import analysis, loss_mixin, losses, models, progress
 from t5x_fwdloss.analysis import preemption
 
 # isort: split
-# After `models`, which says in one sentence what of T5X is missing.
+# After `models`, whose error names the missing part of T5X in one sentence.
 import t5x
 from flax import linen as nn
 from t5x import gin_utils, partitioning, utils
@@ -83,7 +83,7 @@ def analyze(
         restore_checkpoint_cfg: T5X's restore configuration, of one checkpoint.
         partitioner: T5X's partitioner.
         output_dir: folder of results.
-        measurements: what to measure, from `t5x_fwdloss.analysis`.
+        measurements: the measurements, from `t5x_fwdloss.analysis`.
         num_batches: batches of the objective, the first of one pass over the data.
         seed: seed of probe vectors and start vectors.
         loss_impl: a name in `losses.IMPLEMENTATIONS` that has forward mode.
@@ -97,8 +97,8 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
-        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
-            run; None: JAX's own settings.
+        compilation_cache_dir: folder of JAX's compilation cache, for the next run;
+            None: JAX's own settings.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
             of stability beside preconditioned eigenvalues.
         config_text: the gin configuration, kept with the results.
@@ -237,7 +237,7 @@ def attempt(values: Any) -> int:
 
 
 def _parse(flags: Any) -> None:
-    """Reads the gin files and bindings, and checks what a user forgets most often.
+    """Reads the gin files and bindings, and checks for the most frequent omissions.
 
     Raises:
         ValueError: no gin file, no run file, or macros without a value.
@@ -280,7 +280,7 @@ def _parse(flags: Any) -> None:
 
 
 def _bound(key):
-    """The value of a binding; None where there is none or it is `%gin.REQUIRED`."""
+    """The value of a binding; None if there is none or it is `%gin.REQUIRED`."""
     try:
         value = gin.query_parameter(key)
     except ValueError:

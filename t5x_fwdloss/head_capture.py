@@ -170,7 +170,7 @@ def _apply(eqn, values):
             return [("logits", scale * factor)]
         if name == "div" and on_logits[0]:
             return [("logits", scale / factor)]
-    raise _changed(f"the program applies '{name}' to them")
+    raise _changed(f"the network applies '{name}' to them")
 
 
 def _fold(eqn, values):

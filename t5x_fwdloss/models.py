@@ -64,7 +64,7 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
             feature_converter_cls: replaces SeqIO's `EncDecFeatureConverter`.
             label_smoothing: share of the target spread over the other classes, [0, 1).
             z_loss: coefficient of the squared log partition function.
-            loss_normalizing_factor: what the summed loss is divided by.
+            loss_normalizing_factor: divisor of the summed loss.
             default_decoder_params: T5X's defaults of `predict_batch_with_aux`.
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss;
@@ -143,7 +143,7 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
             feature_converter_cls: replaces SeqIO's `DecoderFeatureConverter`.
             label_smoothing: share of the target spread over the other classes, [0, 1).
             z_loss: coefficient of the squared log partition function.
-            loss_normalizing_factor: what the summed loss is divided by.
+            loss_normalizing_factor: divisor of the summed loss.
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.

@@ -17,6 +17,23 @@ INSTEAD = {
     r"\bpart_below_zero\b": "negative_fraction",
     r"what (a row owes|their mean knows)": "accumulated effect, confidence interval",
     r"made it small": "is small by chance",
+    r"to the last bit\b": "bit for bit",
+    r"[Gg]oes on (from|with|there)\b": "resumes from",
+    r"[Ww]here (a|the) run stands": "the state of a run",
+    r"[Ww]hat an error calls": "its name in error messages",
+    r"[Ww]hat (an|the) optimizer multiplies": "the preconditioner",
+    r"[Ww]hat rounding (does|leaves)": "the effect, or the level, of rounding",
+    r"[Ss]ay of whatever": "turn any failure into an error",
+    r"\b[Ll]aw of the probes": "distribution of the probes",
+    r"\bmass (moved|S|\$S)": "target weight, target sum",
+    r"\bone (row|label|line|file|draw|vector) an? [a-z]": "one per",
+    r"\bclass numbers\b": "class indices",
+    r"(?<!here )\b(is|are) no (class|part of)\b": "matches no class, is not part",
+    r"[Nn]one for (none|one everywhere)": "None means no token, None means all ones",
+    r"\b(makes|made) (the logits|it|them) again": "recomputes, recomputed",
+    r"\ba program of (its|their) own": "a function",
+    r"\blinear programs?\b": "linear function, linear jaxpr",
+    r"[Tt]aken back by": "accepted as",
 }
 
 

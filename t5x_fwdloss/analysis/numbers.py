@@ -26,10 +26,10 @@ class Number:
     Attributes:
         value: the number.
         unit: its unit, '1' for a pure number.
-        error: half-width of its error bar; None where there is none.
+        error: half-width of its error bar; None if there is none.
         error_kind: the meaning of the error, or why there is none.
         converged: whether the method reached its requested accuracy.
-        interval: confidence interval, where there is one.
+        interval: confidence interval, if there is one.
         count: number of samples, steps or products behind it.
     """
 
@@ -72,7 +72,7 @@ def kind_with_rounding(kind: str, dtype: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeasurementResult:
-    """What one measurement found.
+    """The result of one measurement.
 
     Attributes:
         name: the measurement's name, unique in its run.

@@ -138,7 +138,7 @@ def _measured(update, state, params, share) -> float | None:
 
 
 def _kept(update, state, params) -> float:
-    """The decay of the second moment in one update; 0 where there is none."""
+    """The decay of the second moment in one update; 0 if there is none."""
     zero = jax.tree.map(jnp.zeros_like, trees.float_part(params))
     with jax.enable_x64(True):
         _, new = jax.jit(update)(trees.merge(zero, params), state, params)

@@ -10,7 +10,7 @@ LEAST_SECONDS = 0.1
 
 
 def use(path: str | os.PathLike[str] | None) -> None:
-    """Caches in a folder what is compiled from here on.
+    """Caches all further compilations in a folder.
 
     The numbers stay the same. A folder that cannot be written or read only costs time:
     JAX warns and compiles.

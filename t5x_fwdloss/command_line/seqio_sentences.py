@@ -35,7 +35,7 @@ def reading(task: str, split: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(wanted: Callable[[], str]) -> Iterator[None]:
-    """Turns an error of other libraries into a sentence: what must hold, and the reason.
+    """Turns an error of other libraries into a sentence: the condition, and the reason.
 
     Args:
         wanted: returns the condition in words; called only if it fails.

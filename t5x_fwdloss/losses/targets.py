@@ -37,8 +37,8 @@ def class_indices(
     """Labels as integers that can hold any class of any vocabulary.
 
     An int8 or uint8 array has 256 values, and compared in that dtype a label would match
-    every class that is equal to it modulo 256. A label that is not a whole number is no
-    class: it becomes -1, as does NaN.
+    every class that is equal to it modulo 256. A label that is not a whole number
+    matches no class: it becomes -1, as does NaN.
 
     Args:
         targets: labels of an integer or floating dtype.
@@ -56,7 +56,7 @@ def class_indices(
 def label_mask(
     labels: Shaped[Array, "*batch"], vocab_size: int
 ) -> Bool[Array, "*batch vocab"]:
-    """True at the label of each token; all false for a label that is no class.
+    """True at the label of each token; all false for a label that matches no class.
 
     A comparison with an iota, which the compiler fuses into whatever reads it: no array
     is made, no scatter in the transpose, no gather across a sharded vocabulary.

@@ -40,7 +40,7 @@ def compute_weighted_cross_entropy(
             integer values. A label outside the vocabulary has a cross entropy of zero
             (without smoothing) and keeps its z-loss term.
         weights: weight of each token `[batch, length]`, bool, integer or floating; None
-            for one everywhere, and then the third result is batch times length.
+            means all ones, and then the third result is batch times length.
         label_smoothing: a Python number in [0, 1).
         z_loss: the coefficient $c \ge 0$.
         loss_normalizing_factor: None or a number. The three special names become a

@@ -80,8 +80,8 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
-        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
-            run; None: JAX's own settings.
+        compilation_cache_dir: folder of JAX's compilation cache, for the next run;
+            None: JAX's own settings.
         optimizer: that of the training, for preconditioned measurements.
         learning_rate: its learning rate or schedule, if the optimizer itself does not
             tell it.

@@ -20,7 +20,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-    """What to read; the fields have the names of T5X's `DatasetConfig`.
+    """A dataset to read; the fields have the names of T5X's `DatasetConfig`.
 
     Attributes:
         mixture_or_task_name: a registered SeqIO task or mixture.

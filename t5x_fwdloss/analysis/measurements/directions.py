@@ -42,9 +42,9 @@ class DirectionalDerivatives(Measurement):
         along_preconditioned_gradient: whether the gradient, preconditioned by the
             checkpoint's optimizer, is one.
         num_random: number of seeded random directions, Gaussian.
-        random_normalization: 'vector' takes them as they are; 'leaf' and 'filter' give
-            each parameter, or each filter of it, the norm that it has in the checkpoint
-            (Li et al. 2018). All are then scaled to norm one.
+        random_normalization: 'vector' keeps their scale; 'leaf' and 'filter' give each
+            parameter, or each filter of it, the norm that it has in the checkpoint (Li
+            et al. 2018). All are then scaled to norm one.
         eigenvectors_of: name of a measurement before this one that saves eigenvectors;
             each is a direction.
         checkpoints: paths of checkpoints; the direction is their parameters minus these.

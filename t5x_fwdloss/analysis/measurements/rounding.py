@@ -88,7 +88,7 @@ class Rounding:
         Args:
             at: a tree of numbers or vectors at given parameters; None: as reported, at
                 those of the checkpoint.
-            base: `at(None)`, where it is known.
+            base: `at(None)`, if it is known.
             factor: $c$.
         """
         if not self.matters:
@@ -111,7 +111,7 @@ class Rounding:
             numbers: the numbers as reported.
             at: for some of them, or more, an estimate at given parameters, as for
                 `errors`; it may cost less than the number itself.
-            base: `at(None)`, where it is known.
+            base: `at(None)`, if it is known.
         """
         errors = self.errors(at, base) or {}
         return dict(numbers) | {
@@ -180,7 +180,7 @@ def setting_of(model: Any) -> str:
 
     Returns:
         The flag for the command line, under the name that a gin file which imports the
-        network's Python module gives it; empty where there is no such field.
+        network's Python module gives it; empty if there is no such field.
     """
     module = getattr(model, "module", None)
     file = type(module).__module__.rpartition(".")[2]

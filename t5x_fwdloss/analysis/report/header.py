@@ -1,4 +1,4 @@
-"""The head of the report: what was analyzed, what was found, where to read it."""
+"""The head of the report: the model and data, the main results, the contents."""
 
 from collections.abc import Sequence
 from typing import Any

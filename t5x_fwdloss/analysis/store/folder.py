@@ -132,7 +132,7 @@ class RunFolder:
         return None if found is None else result_from_json(found, arrays)
 
     def keep(self, result: MeasurementResult) -> None:
-        """Store a finished measurement and drop its half-way state.
+        """Store a finished measurement and drop its intermediate state.
 
         A failure, or another start of this run in the folder, raises `ValueError`.
         """

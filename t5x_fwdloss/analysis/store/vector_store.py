@@ -69,7 +69,7 @@ def checked(path: epath.Path, like: PyTree, wanted: str) -> PyTree:
     """The tree saved at `path`, with its checksum verified.
 
     Args:
-        path: what `save` was given.
+        path: the path given to `save`.
         like: arrays or their descriptions.
         wanted: the checksum.
 

@@ -95,7 +95,7 @@ def summarize(
       num_products: Products spent.
       confidence: The level of the interval.
       relative_error: The bound for half the interval, relative to the mean.
-      rank: The rank of the map, where it is known to be exhausted.
+      rank: The rank of the map, if it is known to be exhausted.
       least_error: A lower bound for the standard error, known from elsewhere.
 
     Returns:

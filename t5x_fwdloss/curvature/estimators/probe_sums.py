@@ -31,7 +31,7 @@ LEAST_PROBES = hutchinson.LEAST_PROBES
 
 @dataclasses.dataclass
 class ProbeState:
-    """Sums over the probes so far, given to `on_step` and taken back by `state`.
+    """Sums over the probes so far, passed to `on_step` and accepted as `state`.
 
     Attributes:
       leaf_samples: For each probe the part of $z^T A z$ in each leaf.

@@ -181,7 +181,7 @@ def zero_level(
     Args:
       samples: The quadratures.
       epsilon: The unit of rounding of the products (`trees.epsilon` of a vector).
-      rounding: A measured relative error of the products, where it is larger.
+      rounding: A measured relative error of the products, if it is larger.
 
     Returns:
       The level, in the unit of the eigenvalues; zero for a zero matrix.

@@ -106,11 +106,11 @@ def eigenpairs(
       max_steps: Largest number of products, without the one for each pair at the end.
       tolerance: Residual at which to stop, relative to each pair's own magnitude.
       rounding: A measured relative error of the products, added to the residual at
-        which to stop, relative to the largest magnitude, where it is larger than that
+        which to stop, relative to the largest magnitude, if it is larger than that
         of the vectors' dtype.
       max_basis: Largest number of vectors held; beyond it the space is restarted with
         the best Ritz vectors. None: three for each pair and ten more.
-      dimension: The dimension of the space on which `matvec` acts, where it is smaller
+      dimension: The dimension of the space on which `matvec` acts, if it is smaller
         than the number of parameters (a parameter group).
       basis_on_host: Whether the basis is kept in pinned host memory.
       fresh: `fresh(i)` returns random vector number `i`, whose entries should be

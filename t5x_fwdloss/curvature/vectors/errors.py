@@ -5,7 +5,7 @@ class NonFiniteError(FloatingPointError):
     """A vector or an inner product holds NaN or Inf; the message says where.
 
     Attributes:
-      step: What was being computed, such as `"product of Lanczos step 3"`.
+      step: The name of the computation, such as `"product of Lanczos step 3"`.
       paths: Parameter paths of the leaves that hold NaN or Inf, in tree order; empty
         where every entry is finite and only their sum of squares overflows.
     """
@@ -14,7 +14,7 @@ class NonFiniteError(FloatingPointError):
         """Composes the message.
 
         Args:
-          step: What was being computed.
+          step: The name of the computation.
           paths: Parameter paths of the offending leaves.
         """
         self.step = step

@@ -194,7 +194,7 @@ def check_finite(vector: PyTree, step: str) -> None:
 
     Args:
       vector: The vector to check.
-      step: What was being computed, for the message.
+      step: The name of the computation, for the message.
 
     Raises:
       NonFiniteError: Some leaf holds NaN or Inf; names the step and the leaves.
@@ -217,7 +217,7 @@ def checked_norm(length: Scalar, vector: PyTree, step: str) -> float:
     Args:
       length: The norm, already computed.
       vector: The vector.
-      step: What was being computed, for the message.
+      step: The name of the computation, for the message.
 
     Raises:
       NonFiniteError: The vector holds NaN or Inf, or the norm overflows.

@@ -44,7 +44,7 @@ def token_map(
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The tangents of a program's results, linear in the tangents that are not zero."""
+    """The tangents of a map's results, linear in the tangents that are not zero."""
 
     program: Program
     num_residuals: int
@@ -63,7 +63,7 @@ class _Derivative:
 
 @dataclasses.dataclass(frozen=True)
 class _Transpose:
-    """The transpose of a program in its linear arguments."""
+    """The transpose of a map in its linear arguments."""
 
     program: Program
     linear: tuple[tuple[tuple[int, ...], Any], ...]  # inner shape and dtype of each
