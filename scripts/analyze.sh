@@ -1,5 +1,5 @@
 #!/bin/bash
-# Analyses a T5X checkpoint: results.json, report.html and arrays in OUTPUT_DIR.
+# Analyzes a T5X checkpoint: results.json, report.html and arrays in OUTPUT_DIR.
 #
 #   CHECKPOINT=/tmp/g2p/checkpoint_800 OUTPUT_DIR=/tmp/g2p_analysis scripts/analyze.sh
 #   CHECKPOINT=... OUTPUT_DIR=... \

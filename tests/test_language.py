@@ -34,6 +34,7 @@ INSTEAD = {
     r"\ba program of (its|their) own": "a function",
     r"\blinear programs?\b": "linear function, linear jaxpr",
     r"[Tt]aken back by": "accepted as",
+    r"\b[Aa]nalys(e|ed|ing)\b": "analyze, as the package's names",
 }
 
 

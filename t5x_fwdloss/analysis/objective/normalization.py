@@ -42,7 +42,7 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """The total normalizer of the analysed data.
+    """The total normalizer of the analyzed data.
 
     Attributes:
         kind: 'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'.

@@ -11,8 +11,8 @@ probes are Gaussian and $\alpha_i = (n - r_i) / \|P_{(i)} \omega_i\|^2$ removes 
 randomness of their length (the $r_i$ are ranks). All of it is computed from small
 matrices: $R = Q^T A \Omega$, $H = Q^T A Q$ and $W = Q^T \Omega$.
 
-The $t_i$ share most of their subspace, and the spread among them is too small an error
-for their mean (intervals of 90 % covered 82 % of the time). The error reported is the
+The $t_i$ share most of their subspace, and their spread underestimates the error of
+their mean (intervals of 90 % covered 82 % of the time). The error reported is the
 jackknife's, from the same small matrices: it is never too small on average (Efron and
 Stein), and up to four times too large where the spectrum decays fast.
 

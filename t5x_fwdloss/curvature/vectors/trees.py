@@ -197,7 +197,7 @@ def check_finite(vector: PyTree, step: str) -> None:
       step: The name of the computation, for the message.
 
     Raises:
-      NonFiniteError: Some leaf holds NaN or Inf; names the step and the leaves.
+      NonFiniteError: Some leaf holds NaN or Inf; it names the step and the leaves.
     """
     flags = jax.device_get(_finite_leaves(vector))
     paths = leaf_paths(vector)
