@@ -1,5 +1,5 @@
 #!/bin/bash
-# Analyses a T5X checkpoint: results.json, report.html and arrays in OUTPUT_DIR.
+# Analyzes a T5X checkpoint: results.json, report.html and arrays in OUTPUT_DIR.
 #
 #   CHECKPOINT=/tmp/g2p/checkpoint_800 OUTPUT_DIR=/tmp/g2p_analysis scripts/analyze.sh
 #   CHECKPOINT=... OUTPUT_DIR=... \
@@ -7,7 +7,7 @@
 #     scripts/analyze.sh --gin.NUM_BATCHES=8 --gin.BATCH_SIZE=32 \
 #     --gin.MEASUREMENTS="[@DirectionalDerivatives()]"
 #
-# The same command, run again, goes on with a run that was stopped.
+# The same command, run again, resumes a run that was stopped.
 set -euo pipefail
 
 : "${CHECKPOINT:?set CHECKPOINT to one checkpoint, such as /tmp/g2p/checkpoint_800}"

@@ -1,4 +1,4 @@
-"""What curvature costs, in units of one gradient: time, memory, Lanczos vector work.
+"""The cost of curvature, in units of one gradient: time, memory, Lanczos vector work.
 
     python scripts/benchmark_curvature.py [--vocabularies 384,32128] [--repeats 15]
 
@@ -28,7 +28,7 @@ Z_LOSS = 1e-4
 BATCH, LENGTH = 16, 64
 # Batches of the eigenpairs whose vector work is measured.
 NUM_BATCHES = 8
-# What the ratios are meant to be at most, by vocabulary.
+# Targets: the largest intended ratios, by vocabulary.
 TARGETS = {
     "hessian product, linearized": {384: 2.0, 32128: 1.7},
     "Gauss-Newton product, linearized": {384: 1.3, 32128: 1.3},
@@ -84,7 +84,7 @@ def problem(vocabulary):
 
 
 def programs(loss, outputs, output_hessian, params, batch, stack):
-    """Calls to be timed, by name, and the bytes of their programs."""
+    """Calls to be timed, by name, and the bytes of their compiled functions."""
     v = curvature.random_like(0, params)
     directions = {
         "jvp": curvature.directional_derivative(loss),
@@ -128,8 +128,8 @@ def programs(loss, outputs, output_hessian, params, batch, stack):
 def interleaved(calls, repeats):
     """Seconds of each call: the median of `repeats` rounds through all of them.
 
-    The order is drawn anew in each round: what runs after a large program finds the
-    caches cold, and would do so every time.
+    The order is drawn anew in each round: in a fixed order, the call after a large one
+    would find cold caches every time.
     """
     order, draw = list(calls.items()), random.Random(0)
     for call in calls.values():
@@ -145,7 +145,7 @@ def interleaved(calls, repeats):
 
 
 def bytes_of(program):
-    """Temporary and output bytes of a compiled program."""
+    """Temporary and output bytes of a compiled function."""
     analysis = program.memory_analysis()
     return analysis.temp_size_in_bytes + analysis.output_size_in_bytes
 

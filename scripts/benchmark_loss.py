@@ -6,12 +6,12 @@ For each shape and dtype of the hidden states: T5X's loss (where T5X can be impo
 the three implementations, and the chunked head, under value and gradient, jvp, and
 jvp(grad), all with respect to hidden states and head, with label smoothing and z-loss.
 
-* Memory: the compiled program's temporary buffers, in units of one float32 logits array
-  `[batch, length, vocab]`. Nothing is run.
+* Memory: the compiled function's temporary buffers, in units of one float32 logits
+  array `[batch, length, vocab]`. Nothing is run.
 * Time: a ratio to T5X's value and gradient (ours with `custom_vjp`, the same
-  arithmetic, without T5X). Each pair has a process of its own, in which both programs
+  arithmetic, without T5X). Each pair has a process of its own, in which both functions
   take turns; the ratio is that of the medians. `cpu` is the same for processor time,
-  which a busy machine disturbs less. `--time_length` shortens the sequences that are
+  which a busy machine affects less. `--time_length` shortens the sequences that are
   timed, `--time_derivatives` names the losses whose jvp and jvp(grad) are timed too.
 * `--train_step`: a whole T5X train step of t5_1_1 small shapes, stock against chunked
   (see `benchmark_train_step.py`).
@@ -70,7 +70,7 @@ def loss_function(name):
 
 
 def derivative(name, mode):
-    """The program that is measured: a function of x, v (hidden, head), targets, weights."""
+    """The measured function of x, v (hidden, head), targets, weights."""
     import jax
 
     loss = loss_function(name)
@@ -87,7 +87,7 @@ def derivative(name, mode):
 
 
 def arrays(shape, dtype, length=None):
-    """Random arguments of the program."""
+    """Random arguments of the function."""
     import jax
 
     batch, full_length, embed, vocab = SHAPES[shape]
@@ -117,7 +117,7 @@ def memory(shape, dtype, name, mode):
 
 
 def timed_pair(shape, dtype, name, mode, *, reference, repeats, length):
-    """Medians of interleaved runs of the reference's gradient and of the program."""
+    """Medians of interleaved runs of the reference's gradient and of the derivative."""
     import jax
     import numpy as np
 

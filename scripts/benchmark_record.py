@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its numbers: versions, device, load."""
+"""The record beside every benchmark's numbers: versions, device, load."""
 
 import importlib.metadata
 import json

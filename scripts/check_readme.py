@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def problems(path: pathlib.Path) -> list[str]:
-    """One line for each thing that the text names and the repository lacks."""
+    """One line for each name in the text that the repository lacks."""
     text = path.read_text(encoding="utf-8")
     found = []
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -2,8 +2,8 @@
 
     python scripts/link_t5x.py ../t5x ../airio ../jestimator
 
-They are on no package index, and T5X's ordinary installation leaves modules out, so the
-folders are named in a .pth file, which is what an editable installation comes down to.
+They are on no package index, and T5X's ordinary installation leaves modules out, so a
+.pth file names the folders, as in an editable installation.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Takes golden numbers from the installed T5X, for machines that have none.
+"""Takes golden numbers from the installed T5X, for machines without it.
 
     python scripts/make_golden.py
 
@@ -7,7 +7,7 @@ writes into tests/data:
 * golden_losses.npz: inputs, losses and gradients of T5X's `losses.py` over `LOSS_CASES`;
 * golden_network_{untied,tied,decoder_only}.npz: parameters, batch and logits of tiny
   networks of T5X's examples (`params/...`, `batch/...`, `logits`, `config` as JSON);
-* golden_metrics.json: what `loss_fn` of T5X's two model classes returns on them.
+* golden_metrics.json: results of `loss_fn` of T5X's two model classes on them.
 
 Every file records the versions it was made with. The same functions serve the tests
 that compare with a live T5X.
@@ -41,7 +41,7 @@ FACTORS = {
 
 
 def versions(t5x_commit: str) -> dict[str, str]:
-    """What made the numbers: T5X's commit and a hash of its losses, jax, flax, numpy."""
+    """The numbers' origin: T5X's commit and a hash of its losses, jax, flax, numpy."""
     from t5x import losses
 
     names = ("jax", "jaxlib", "flax", "numpy")
@@ -238,7 +238,7 @@ def tiny_model(name: str, **settings):
 
 
 def as_config(sizes: dict) -> dict:
-    """The sizes as fields of T5X's config, which wants a tuple."""
+    """The sizes as fields of T5X's config, which needs a tuple."""
     return {**sizes, "mlp_activations": tuple(sizes["mlp_activations"])}
 
 

@@ -3,12 +3,12 @@
     python scripts/measure_rounding.py [--shape small] [--seeds 20] [--output FILE]
 
 A T5 1.1 of the given shape with random parameters and tokens is measured twice with the
-same seeds: as it is, in bfloat16, and with its activations in float32. For slopes and
-curvatures each seed is one random direction; for eigenvalues and traces each seed is a
-run of its own, with its own parameters, four eigenvalues and four traces by different
-probes. Counts and the ratio of the error to the actual deviation are printed; `--output`
-names a JSON file, written anew after each run. `--kinds` measures some of the numbers
-only; the others that the file has, by the same settings, are kept.
+same seeds: with its activations in bfloat16, and in float32. For slopes and curvatures
+each seed is one random direction; for eigenvalues and traces each seed is a run of its
+own, with its own parameters, four eigenvalues and four traces by different probes.
+Counts and the ratio of the error to the actual deviation are printed; `--output` names
+a JSON file, written anew after each run. `--kinds` measures some of the numbers only;
+the others that the file has, by the same settings, are kept.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def measure(args, dtype, seed, measurements):
 
 
 def compared(pairs):
-    """How many lie within the error, and how large the error is beside the deviation."""
+    """How many lie within the error, and the error's ratio to the deviation."""
     change = np.asarray([abs(x["value"] - y["value"]) for x, y in pairs])
     error = np.asarray([x["error"] for x, _ in pairs])
     value = np.asarray([abs(y["value"]) for _, y in pairs])
@@ -146,7 +146,7 @@ def main():
 
 
 def summary(runs, num_directions):
-    """What `compared` says of each kind of number, over all pairs of runs made so far."""
+    """`compared` for each kind of number, over all pairs of runs so far."""
     groups = {
         f"{quantity} along random directions": [
             tuple(run[f"directional_derivatives/random_{i}/{quantity}"] for run in pair)

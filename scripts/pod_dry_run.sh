@@ -1,6 +1,6 @@
 #!/bin/bash
 # The job of tpu_pod_job.sh on this machine: two processes of two CPU devices each train
-# a few steps with T5X's own multi-process flags, then analyse the checkpoint together.
+# a few steps with T5X's own multi-process flags, then analyze the checkpoint together.
 #
 #   WORK_DIR=/tmp/pod scripts/pod_dry_run.sh
 #

@@ -56,7 +56,7 @@ def train_step(file: str = "loss_cpu.json") -> str:
 
 
 def curvature(file: str = "curvature_cpu.json") -> str:
-    """What a product costs, in units of one gradient, at each vocabulary."""
+    """The cost of products, in units of one gradient, at each vocabulary."""
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
     problems = report["problems"]
     heads = [f"vocabulary {problem['vocabulary']}" for problem in problems]
@@ -84,7 +84,7 @@ TABLES = {
 
 
 def rewritten(text: str) -> str:
-    """The text with every table made anew."""
+    """The text with every table rewritten."""
 
     def table(match):
         return f"{match[1]}\n{TABLES[match[2]]()}\n{match[4]}"

@@ -1,12 +1,12 @@
-"""Kills analysis runs at random moments, resumes them, and compares the ends bit for bit.
+"""Kills analysis runs at random moments, resumes them, compares the results bit for bit.
 
     python scripts/torture.py --kills 40 --seed 0 --json torture.json
 
 Trains nothing: a checkpoint of a tiny standalone T5 at its initial parameters is made
 first. Each run is a process of its own, killed by SIGKILL: half of the kills fall at a
-random time of the run, half while a measurement saves its state, seen by the temporary
-files that are there then. The status is 0 if every run ended with the numbers and arrays
-of the same run that nobody killed.
+random time of the run, half while a measurement saves its state, recognized by its
+temporary files. The status is 0 if every run ended with the numbers and arrays of the
+same run without kills.
 
 The processes are forked from this one, which has imported everything and has started
 neither JAX nor TensorFlow: a start then takes seconds.
@@ -35,7 +35,7 @@ from t5x_fwdloss import analysis, tasks
 from t5x_fwdloss.standalone import analyze, checkpoints, data, network
 from t5x_fwdloss.standalone.model import StandaloneModel
 
-# A measurement that is killed more often than this is left to end.
+# A measurement that is killed more often than this is allowed to finish.
 MAX_KILLS = 6
 # Of LossComparison: no two runs take the same time.
 UNEQUAL = ("time", "memory", "seconds")
@@ -155,7 +155,7 @@ def wait(process, until=lambda: False) -> int | None:
 
 
 def owner(folder) -> str | None:
-    """Which start of the run has the folder."""
+    """The start of the run that holds the folder."""
     try:
         return json.loads((folder / "unfinished" / "run.json").read_text())["owner"]
     except (OSError, ValueError):
@@ -163,7 +163,7 @@ def owner(folder) -> str | None:
 
 
 def being_written(folder) -> list[str]:
-    """What is half written at this moment."""
+    """The partially written files at this moment."""
     found = []
     for path, folders, names in os.walk(folder):
         parts = [x for x in names if x.endswith(".part")]
@@ -173,18 +173,18 @@ def being_written(folder) -> list[str]:
 
 
 def saved_states(folder) -> list[str]:
-    """The measurements that are half done."""
+    """The measurements with an intermediate state."""
     return sorted(x.stem for x in (folder / "unfinished").glob("*.state"))
 
 
 @dataclasses.dataclass
 class Killer:
-    """Says when a run is to be killed.
+    """Decides when to kill a run.
 
     Attributes:
         folder: the run's folder.
-        rng: chooses.
-        seconds: how long the run takes that nobody kills.
+        rng: random generator.
+        seconds: duration of the run without kills.
     """
 
     folder: pathlib.Path
@@ -247,7 +247,7 @@ def torture(work, kills, seed) -> dict:
         status = wait(process, lambda folder=folder: owner(folder) is not None)
         begun = time.monotonic()
         status = wait(process) if status is None else status
-        # What was compiled now is found compiled by the runs to come.
+        # Later runs find these compilations in the cache.
         seconds[name] = (time.monotonic() - begun) / 2
         assert status == 0, log.read_text()[-3000:]
         whole[name] = outcome(folder)
@@ -266,7 +266,7 @@ def torture(work, kills, seed) -> dict:
                 os.kill(process, signal.SIGKILL)
                 status = wait(process)
                 if status != -signal.SIGKILL:
-                    break  # it had ended of itself
+                    break  # it had finished
                 here += 1
                 record.append(
                     {

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Trains, then analyses the last checkpoint, on every worker of a Cloud TPU pod slice.
+# Trains, then analyzes the last checkpoint, on every worker of a Cloud TPU pod slice.
 #
 #   TPU_NAME=my-v4-32 ZONE=us-central2-b BUCKET=gs://my-bucket/g2p \
 #     scripts/tpu_pod_job.sh

@@ -5,7 +5,7 @@
       --gin_file=my_model.gin \
       --gin.CHECKPOINT_PATH="'/my/model/checkpoint_1000'" ...
 
-The flags are T5X's. Which macros the run file needs stands in its header. The status is
+The flags are T5X's. The run file's header lists the macros that it needs. The status is
 0 when every measurement ended, 1 after bad input or a failed measurement, 143 where
 SIGTERM stopped it (a preempted machine): the same command resumes it.
 """
@@ -30,7 +30,7 @@ from t5x_fwdloss import analysis, loss_mixin, losses, models, progress
 from t5x_fwdloss.analysis import preemption
 
 # isort: split
-# After `models`, which says in a sentence what is missing where T5X is.
+# After `models`, whose error names the missing part of T5X in one sentence.
 import t5x
 from flax import linen as nn
 from t5x import gin_utils, partitioning, utils
@@ -83,9 +83,9 @@ def analyze(
         restore_checkpoint_cfg: T5X's restore configuration, of one checkpoint.
         partitioner: T5X's partitioner.
         output_dir: folder of results.
-        measurements: what to measure, from `t5x_fwdloss.analysis`.
+        measurements: the measurements, from `t5x_fwdloss.analysis`.
         num_batches: batches of the objective, the first of one pass over the data.
-        seed: of probe vectors and start vectors.
+        seed: seed of probe vectors and start vectors.
         loss_impl: a name in `losses.IMPLEMENTATIONS` that has forward mode.
         loss_chunk_length: target positions per chunk of the head and the loss.
         num_microbatches: pieces that every batch is cut into, to save memory.
@@ -95,10 +95,10 @@ def analyze(
         verify_matching_vocabs_fn: T5X's check of the task against the model, or None.
         use_orbax: False only for T5X's single-file checkpoints.
         memory_budget: bytes per device that linearized products may keep; None: half of
-            what is free; 0: none.
+            the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
-        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
-            run; None: what JAX's own settings say.
+        compilation_cache_dir: folder of JAX's compilation cache, for the next run;
+            None: JAX's own settings.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
             of stability beside preconditioned eigenvalues.
         config_text: the gin configuration, kept with the results.
@@ -191,11 +191,10 @@ def forward_losses() -> list[str]:
 
 @contextlib.contextmanager
 def on_mesh(partitioner: partitioning.BasePartitioner):
-    """T5X's mesh and logical axis rules, around all that is traced and run."""
+    """T5X's mesh and logical axis rules, for all that is traced and run inside."""
     rules = getattr(partitioner, "logical_axis_rules", ())
     with warnings.catch_warnings():
-        # jax.set_mesh, which JAX would have in its place, is not what T5X's networks
-        # look for.
+        # jax.set_mesh, which JAX recommends instead, has no effect on T5X's networks.
         warnings.filterwarnings("ignore", "`with mesh:`", DeprecationWarning)
         mesh = contextlib.ExitStack()
         mesh.enter_context(partitioner.mesh)
@@ -220,8 +219,8 @@ REQUIRED_MACROS = {
 def attempt(values: Any) -> int:
     """Reads gin as the flags say and runs the analysis; returns the exit status.
 
-    What is refused is one sentence on standard error; another exception is a bug, and
-    is raised.
+    A rejected input gives one sentence on standard error; another exception is a bug,
+    and is raised.
 
     Args:
         values: has `gin_file`, `gin_bindings`, `gin_search_paths`, `multiprocess_gpu`.
@@ -231,14 +230,14 @@ def attempt(values: Any) -> int:
         _parse(values)
         configured = gin.get_configurable(analyze)
         run = functools.partial(configured, config_text=gin.config_str())
-        # From here on, or JAX alone would hear SIGTERM, and the run go on.
+        # From here on; JAX alone would get SIGTERM, and the run would not stop.
         return preemption.listening()(run) if values.multiprocess_gpu else run
 
     return exit_status.exit_status("t5x_fwdloss.analyze", configure, analyze)
 
 
 def _parse(flags: Any) -> None:
-    """Reads the gin files and bindings, and checks what a user forgets most often.
+    """Reads the gin files and bindings, and checks for the most frequent omissions.
 
     Raises:
         ValueError: no gin file, no run file, or macros without a value.
@@ -249,7 +248,7 @@ def _parse(flags: Any) -> None:
             f"{gin_sentences.RUN_FILE} and the file of your model."
         )
     gin_sentences.check_bindings(flags.gin_bindings)
-    # T5X's package folder is searched last, as its own scripts do.
+    # T5X's package folder is searched last, as in its own scripts.
     t5x_folder = os.path.dirname(os.path.dirname(t5x.__file__))
     gin_utils.parse_gin_flags(
         [*flags.gin_search_paths, t5x_folder],
@@ -275,13 +274,13 @@ def _parse(flags: Any) -> None:
             "must come after the run file, which resets it."
         )
     if _bound("DROPOUT_SEED/gin.macro.value") is None:
-        # T5X's model files demand a rate, which means nothing while dropout is off.
+        # T5X's model files require a rate, which has no effect while dropout is off.
         gin.bind_parameter("DROPOUT_RATE/gin.macro.value", 0.0)
     gin.finalize()
 
 
 def _bound(key):
-    """The value of a binding; None where there is none or it is `%gin.REQUIRED`."""
+    """The value of a binding; None if there is none or it is `%gin.REQUIRED`."""
     try:
         value = gin.query_parameter(key)
     except ValueError:
@@ -318,10 +317,10 @@ if __name__ == "__main__":
     )
 
     def main(argv: Sequence[str]) -> int:
-        """Reads flags and gin, runs the analysis, and says in a sentence what failed.
+        """Reads flags and gin, runs the analysis, and reports errors in one sentence.
 
         Raises:
-            UsageError: there are arguments that are no flags.
+            UsageError: there are arguments that are not flags.
         """
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")

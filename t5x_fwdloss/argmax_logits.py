@@ -1,4 +1,4 @@
-"""What metrics may read of logits that were never in memory: the class predicted."""
+"""The argmax of logits that were never in memory, for metrics."""
 
 import contextlib
 
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 
 class PredictedClasses:
-    """Stands for logits `[batch, length, vocab]` where only their argmax was kept.
+    """Stands for logits `[batch, length, vocab]` of which only the argmax was kept.
 
     T5X's metrics read logits for the accuracy alone, through `argmax(axis=-1)`. A
-    metric that reads more is refused, since the logits are gone.
+    metric that reads more raises an error, since the logits are gone.
     """
 
     dtype = jnp.dtype(jnp.float32)
@@ -37,7 +37,7 @@ class PredictedClasses:
         return self._classes
 
     def __getattr__(self, name):
-        """Refuses every other use of an array.
+        """Rejects every other use of an array.
 
         Raises:
             AttributeError: for names that begin with an underscore, as Python expects.
@@ -50,7 +50,7 @@ class PredictedClasses:
 
 @contextlib.contextmanager
 def refusing_arrays():
-    """Turns JAX's refusal to take `PredictedClasses` for an array into a sentence.
+    """Explains JAX's error if `PredictedClasses` is used as an array.
 
     Raises:
         TypeError: where the block raised one that names the class.

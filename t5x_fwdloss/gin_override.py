@@ -1,11 +1,11 @@
 """Sends the macro MODEL of a gin configuration through `t5x_fwdloss.models.with_loss`.
 
 Imported by the files in `configs/losses/`, never by library code. A gin file cannot say
-"the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers to
-itself, and naming a class (`@models.EncoderDecoderModel()`) would put that class in the
-place of a user's own. gin's finalize hooks see the completed configuration, whatever the
-order of its files. So the files bind the macro WITH_LOSS = @with_loss(), and here the
-user's MODEL, of any class, becomes that function's argument and WITH_LOSS the MODEL. The
+"the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers
+to itself, and naming a class (`@models.EncoderDecoderModel()`) would replace a user's
+own class. gin's finalize hooks see the completed configuration, whatever the order of
+its files. So the files bind the macro WITH_LOSS = @with_loss(), and here the user's
+MODEL, of any class, becomes that function's argument and WITH_LOSS the MODEL. The
 `config.gin` that T5X writes says so in plain gin.
 """
 
@@ -16,7 +16,7 @@ from gin import config as gin_config
 def model_through_with_loss(config):
     """Bindings that make MODEL the user's own model with its loss exchanged.
 
-    Nothing happens where no file of `configs/losses/` was read, or where MODEL is
+    Nothing happens if no file of `configs/losses/` was read, or if MODEL is
     `@with_loss()` already.
 
     Args:

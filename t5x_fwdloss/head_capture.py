@@ -4,9 +4,9 @@ A network's head is the call that turns hidden states `[batch, length, embed]` i
 logits: a Dense module named `logits_dense`, or the embedder's `attend` when input and
 output embeddings are tied. The call is intercepted (`flax.linen.intercept_methods`),
 its argument kept, and zeros returned in place of the logits, which the compiler drops
-since nobody reads them. What the network does to the logits afterwards must then be
-nothing but a constant factor (T5's tied head divides by sqrt(embed)); that is read off
-the traced program, and anything else is refused.
+since nothing reads them. After the head, the network may then only apply a constant
+factor to the logits (T5's tied head divides by sqrt(embed)); that is read from the
+jaxpr, and anything else is rejected.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-# Primitives that leave every logit as it is.
+# Primitives that keep the value of every logit.
 _TRANSPARENT = {"copy", "copy_p", "sharding_constraint", "optimization_barrier"}
 # Primitives that keep a constant array constant, with the same value everywhere.
 _UNIFORM = {"broadcast_in_dim", "reshape", "squeeze"}
@@ -26,7 +26,7 @@ _UNIFORM = {"broadcast_in_dim", "reshape", "squeeze"}
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What the head was called with.
+    """The captured arguments of the head.
 
     Attributes:
         hidden: `[batch, length, embed]`, in the network's activation dtype.
@@ -128,10 +128,10 @@ def _scale_after_head(compute_logits, hidden, kernel, tied) -> float:
 
 
 def _propagate(jaxpr, inputs):
-    """Follows ("logits", factor) and ("constant", value) through a program.
+    """Follows ("logits", factor) and ("constant", value) through a jaxpr.
 
-    Everything else is None. Raises where the logits meet anything but a constant
-    factor; what does not touch them is passed over.
+    Everything else is None. Raises if anything but a constant factor is applied to the
+    logits; operations on other values are ignored.
     """
     env = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -170,11 +170,11 @@ def _apply(eqn, values):
             return [("logits", scale * factor)]
         if name == "div" and on_logits[0]:
             return [("logits", scale / factor)]
-    raise _changed(f"the program applies '{name}' to them")
+    raise _changed(f"the network applies '{name}' to them")
 
 
 def _fold(eqn, values):
-    """The value of an operation on constants, where it has a single scalar result."""
+    """The value of an operation on constants, if it has a single scalar result."""
     scalars = [
         np.asarray(v[1], a.aval.dtype) for v, a in zip(values, eqn.invars, strict=True)
     ]

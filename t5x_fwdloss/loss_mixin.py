@@ -1,8 +1,8 @@
 """The one override of `loss_fn` and `score_batch`, for T5X's models and our own.
 
-`LossMixin` needs from the class beside it: `_compute_logits`, `_compute_metrics`, and
-T5X's settings `_label_smoothing`, `_z_loss`, `_loss_normalizing_factor`. Its own state is
-the choice of loss, `_loss_impl` and `_loss_chunk_length`.
+`LossMixin` needs from the other base class: `_compute_logits`, `_compute_metrics`, and
+T5X's settings `_label_smoothing`, `_z_loss`, `_loss_normalizing_factor`. Its own state
+is the choice of loss, `_loss_impl` and `_loss_chunk_length`.
 """
 
 import copy
@@ -30,7 +30,7 @@ class LossMixin:
     logits of a whole batch are never in memory.
     """
 
-    # Defaults of the class: what replaces a constructor, as mocks do, sets no loss.
+    # Defaults of the class: a replaced constructor, as in mocks, sets no loss.
     _loss_impl: str = "custom_vjp"
     _loss_chunk_length: int | None = None
     _label_smoothing: float
@@ -44,8 +44,8 @@ class LossMixin:
         """All settings of the loss, T5X's and the choice of implementation.
 
         Raises:
-            ValueError: the model lacks one of T5X's, which is never read as zero, or
-                one has a value that no loss can be computed with.
+            ValueError: the model lacks one of T5X's settings, which is never taken as
+                zero, or one has an invalid value.
         """
         names = ("_label_smoothing", "_z_loss", "_loss_normalizing_factor")
         missing = [name for name in names if not hasattr(self, name)]
@@ -63,14 +63,14 @@ class LossMixin:
         )
 
     def with_loss(self, loss_impl: str, loss_chunk_length: int | None = None) -> Any:
-        """The same model with another choice of loss; this one stays as it is.
+        """A copy of the model with another choice of loss.
 
         Args:
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss; None
                 computes all logits at once.
 
-        Settings that `LossSettings` refuses raise ValueError.
+        Settings that `LossSettings` rejects raise ValueError.
         """
         other = copy.copy(self)
         other._set_loss(loss_impl, loss_chunk_length)
@@ -135,7 +135,7 @@ class LossMixin:
         """
         if not return_intermediates:
             return -self._token_cross_entropy(params, batch).sum(-1)
-        # Who asks for the network's intermediate values gets its logits too.
+        # A caller that asks for the network's intermediate values gets its logits too.
         logits, variables = self._compute_logits(
             params=params, batch=batch, mutable=["intermediates"]
         )
@@ -153,7 +153,7 @@ class LossMixin:
         return token_scores.sum(-1), intermediates
 
     def _weighted_loss(self, params, batch, dropout_rng, weights, factor):
-        """Loss, z-loss, and the logits or what stands for them in the metrics."""
+        """Loss, z-loss, and the logits or their substitute for the metrics."""
         targets, chosen = batch["decoder_target_tokens"], self.loss_settings
         settings = {
             "weights": weights,
@@ -205,12 +205,12 @@ class LossMixin:
 def check_no_other_loss(model: Any) -> None:
     """Pass if `loss_sum` is the whole of the model's loss.
 
-    What an analysis measures is `LossMixin.loss_sum`. A class that derives from one with
-    the mixin and extends its `loss_fn`, a class beside the mixin that has a `loss_fn` of
-    its own, and an instance with a `loss_fn` would train one loss and measure another.
+    An analysis measures `LossMixin.loss_sum`. A subclass that extends its `loss_fn`,
+    another base class with its own `loss_fn`, and an instance with a `loss_fn` would
+    train one loss and measure another.
 
     Raises:
-        ValueError: names the method that would be left out, and what can be done.
+        ValueError: it names the method that would be left out, and the remedy.
     """
     if not isinstance(model, LossMixin):
         return
@@ -240,7 +240,7 @@ def _other_definition(model, name) -> str:
 
 
 def segment_ids_for_metrics(batch: Batch) -> dict[str, Any]:
-    """Segment ids by feature: those of a packed batch, else the padding masks."""
+    """Segment ids by feature: those of a packed batch, or the padding masks."""
     suffix = "_segment_ids"
     packed = {k.removesuffix(suffix): v for k, v in batch.items() if k.endswith(suffix)}
     if packed:

@@ -64,7 +64,7 @@ class FwdLossEncoderDecoderModel(LossMixin, t5x_models.EncoderDecoderModel):
             feature_converter_cls: replaces SeqIO's `EncDecFeatureConverter`.
             label_smoothing: share of the target spread over the other classes, [0, 1).
             z_loss: coefficient of the squared log partition function.
-            loss_normalizing_factor: what the summed loss is divided by.
+            loss_normalizing_factor: divisor of the summed loss.
             default_decoder_params: T5X's defaults of `predict_batch_with_aux`.
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss;
@@ -143,7 +143,7 @@ class FwdLossDecoderOnlyModel(LossMixin, t5x_models.DecoderOnlyModel):
             feature_converter_cls: replaces SeqIO's `DecoderFeatureConverter`.
             label_smoothing: share of the target spread over the other classes, [0, 1).
             z_loss: coefficient of the squared log partition function.
-            loss_normalizing_factor: what the summed loss is divided by.
+            loss_normalizing_factor: divisor of the summed loss.
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
@@ -198,9 +198,9 @@ def with_loss(
 ) -> t5x_models.BaseTransformerModel:
     """The model with its loss exchanged, and every other setting and binding kept.
 
-    The argument is left as it was. Its z-loss, label smoothing, normalizing factor,
-    decode function, vocabularies, optimizer and method bindings are the result's. A
-    model that has its loss from this package already gets the new choice.
+    The argument is not changed. Its z-loss, label smoothing, normalizing factor, decode
+    function, vocabularies, optimizer and method bindings are kept in the result. A
+    model that already has its loss from this package gets the new choice.
 
     Args:
         model: a T5X encoder-decoder or decoder-only model, or one of a subclass that
@@ -210,8 +210,8 @@ def with_loss(
             computes all logits at once.
 
     Raises:
-        TypeError: if the argument is no T5X transformer model, or has a loss or scores
-            of its own, which exchanging T5X's would drop.
+        TypeError: if the argument is not a T5X transformer model, or has a loss or
+            scores of its own, which exchanging T5X's would drop.
     """
     if not isinstance(model, t5x_models.BaseTransformerModel):
         raise TypeError(
@@ -230,7 +230,7 @@ def with_loss(
     return exchanged
 
 
-# The methods of T5X's models in whose place `LossMixin` has its own.
+# The methods of T5X's models that `LossMixin` overrides.
 _EXCHANGED = ("loss_fn", "score_batch")
 
 

@@ -1,4 +1,4 @@
-"""Progress of long work with the time left: a bar on a terminal, lines elsewhere."""
+"""Progress of long computations: a bar on a terminal, lines elsewhere."""
 
 import contextlib
 import logging as python_logging
@@ -16,17 +16,17 @@ PACKAGE = pathlib.Path(__file__).parent
 
 
 def show_lines() -> None:
-    """Lets a script's lines be seen without `--verbosity`, and only ours and errors.
+    """Shows this package's log lines and all errors without `--verbosity`.
 
-    To be called before absl reads its flags. SeqIO and Orbax log and warn of things
-    that are as they should be; `--verbosity=1` shows everything.
+    Call it before absl reads its flags. SeqIO and Orbax log and warn when nothing is
+    wrong; `--verbosity=1` shows everything.
     """
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_ours_or_error)
 
 
 def _ours_or_error(record) -> bool:
-    # A clone of this repository, whose environment lies in it, has the package's name.
+    # A clone of this repository has the package's name, and holds its environment.
     ours = pathlib.Path(record.pathname).is_relative_to(PACKAGE)
     if logging.get_verbosity() > logging.INFO or ours:
         return True
@@ -35,10 +35,10 @@ def _ours_or_error(record) -> bool:
 
 @contextlib.contextmanager
 def stage(name: str, *, is_primary: bool = True):
-    """Logs that a stage of the run begins, and how long it took.
+    """Logs the beginning of a stage of the run, and its duration.
 
     Args:
-        name: what is being done.
+        name: the stage's name.
         is_primary: whether this process shows anything.
     """
     if is_primary:
@@ -69,16 +69,16 @@ class Progress:
         """Work of at most `total` steps.
 
         Args:
-            title: what is being done.
+            title: the name of the work.
             total: the number of steps; work that converges may end earlier.
             is_primary: whether this process shows anything.
             done: steps done by an earlier run.
-            stream: where the bar goes; standard error by default.
-            clock: the time in seconds.
+            stream: the stream of the bar; standard error by default.
+            clock: returns the time in seconds.
         """
         self._title, self._total, self._done = title, total, done
         self._first = done
-        # Steps done and seconds gone after the first update, which compiles.
+        # Steps done and seconds elapsed after the first update, which compiles.
         self._compiling: tuple[int, float] | None = None
         stream = sys.stderr if stream is None else stream
         self._bar = None
@@ -91,12 +91,12 @@ class Progress:
             )
 
     def __enter__(self) -> "Progress":
-        """Itself; the work begins."""
+        """Starts the work; returns itself."""
         self._line(f"{self._title}: starts at {self._done} of {self._total}")
         return self
 
     def update(self, steps: int = 1, note: str = "") -> None:
-        """Count `steps` more; `note` says how it stands."""
+        """Count `steps` more; `note` describes the state."""
         self._done += steps
         if self._compiling is None:
             self._compiling = (self._done, self._clock() - self._start)
@@ -110,9 +110,9 @@ class Progress:
             self._line(self.line(now - self._start, note))
 
     def line(self, seconds: float, note: str = "") -> str:
-        """The log line after `seconds`: what is done, the time gone, the time left.
+        """The log line after `seconds`: steps done, time elapsed, time left.
 
-        The time left is counted by the steps after the first update, once there are
+        The time left is estimated from the steps after the first update, once there are
         any, because the first one includes compilation.
         """
         steps, before = self._compiling if self._compiling else (self._first, 0.0)
@@ -130,7 +130,7 @@ class Progress:
         )
 
     def __exit__(self, *_) -> None:
-        """The work is over, well or not."""
+        """Ends the work, whether it succeeded or not."""
         if self._bar is not None:
             self._bar.close()
         seconds = self._clock() - self._start

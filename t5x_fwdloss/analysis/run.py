@@ -1,9 +1,9 @@
 """One analysis run: check, measure, report; resumed where it stopped, whole or not at all.
 
-The order is fixed: everything that can be refused without compiling is refused first;
-then the run checks itself; then it measures; then it writes. 'Not converged' is a
-result. A NaN or an infinity ends one measurement, not the run, but its exit status.
-Where the same run has finished before, its folder is left as it is.
+The order is fixed: everything that can be rejected without compiling is rejected first;
+then the run checks itself; then it measures; then it writes. Non-convergence is a
+result. A NaN or an infinity ends one measurement, not the run, but shows in its exit
+status. Where the same run has finished before, its folder is left as it is.
 """
 
 import dataclasses
@@ -41,14 +41,14 @@ from t5x_fwdloss.curvature.vectors import trees
 
 @dataclasses.dataclass(frozen=True)
 class HostInfo:
-    """What the program around the run knows of it.
+    """The host's information about the run.
 
     Attributes:
         checkpoint: path of the checkpoint that was restored.
         step: its training step.
         mesh: the device mesh, if there is one.
         load_params: path of another checkpoint to its parameters, laid out alike.
-        load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
+        load_preconditioner: loads the preconditioner of the checkpoint's optimizer.
         is_primary: whether this process writes; by default JAX's process 0.
         config_text: the run's configuration, kept as `config.gin`.
         task: name of the task or mixture that the batches come from.
@@ -88,15 +88,15 @@ def run_analysis(
         objective: the loss over the fixed list of batches.
         params: the checkpoint's parameters, on their mesh.
         measurements: what to measure, in order; names must differ.
-        output_dir: a new or empty folder, or that of this same run, which then goes on;
-            where it has finished, nothing is measured and nothing written.
-        seed: what every random number depends on, with its purpose.
-        host: what the program around the run knows.
+        output_dir: a new or empty folder, or that of this same run, which then resumes;
+            if it has finished, nothing is measured and nothing written.
+        seed: seed of every random number, together with its purpose.
+        host: the host's information about the run.
         memory_budget: bytes per device that linearized products may take; None: half of
-            what is free; 0: everything is differentiated anew for each vector.
+            the free memory; 0: everything is differentiated anew for each vector.
         fold: whether to rewrite linearized products to read less memory.
 
-    What cannot work raises `ValueError`, as far as possible before anything is compiled.
+    Invalid input raises `ValueError`, if possible before anything is compiled.
 
     Returns:
         The exit status: 0, 1 where a measurement met a NaN, an infinity, or a negative
@@ -125,7 +125,7 @@ def run_analysis(
     )
     for measurement in measurements:
         measurement.validate(context)
-        # What the later ones may read.
+        # Later measurements may read these.
         context.vectors = {
             **context.vectors,
             measurement.name: measurement.num_vectors,
@@ -241,7 +241,7 @@ def _num_labels_outside(context) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """A measurement that was stopped by a number that cannot be."""
+    """A measurement that was stopped by an impossible number."""
 
     name: str
     kind: str

@@ -1,9 +1,9 @@
 """Checks of settings by their annotations, before any work begins.
 
-An annotation gives a setting's type, and `Annotated` its range beside it, as in
-`num_probes: Annotated[int, at_least(2)] = 32`. One checker reads them, for the fields of
-measurements and for the arguments of the run scripts, and refuses what does not fit in
-one sentence with the setting's name. Annotations that it does not know are not checked.
+An annotation gives a setting's type, and `Annotated` its range, as in
+`num_probes: Annotated[int, at_least(2)] = 32`. One checker reads them, for the fields
+of measurements and for the arguments of the run scripts, and rejects a wrong one with
+one sentence that names it. Annotations that it does not know are not checked.
 """
 
 import collections.abc
@@ -27,9 +27,9 @@ class Rule:
     """A condition on a value that has the right type.
 
     Attributes:
-        words: what must hold, to be said after the type: "of at least 2".
+        words: the condition in words, to follow the type: "of at least 2".
         holds: whether a value fulfills it.
-        alone: whether the words stand for the type as well.
+        alone: whether the words include the type.
     """
 
     words: str
@@ -70,8 +70,8 @@ Path = Annotated[
     str | os.PathLike, Rule("that is not empty", lambda x: bool(os.fspath(x).strip()))
 ]
 
-# Of a setting that may be given as None, and is filled in when its instance is made: type
-# checkers see what it is from then on.
+# For a setting that may be None at first and is filled in on construction: type
+# checkers see its final type.
 if typing.TYPE_CHECKING:
     T = typing.TypeVar("T")
     FilledIn = Annotated[T, None]
@@ -84,12 +84,12 @@ def check(name: str, value: Any, kind: Any) -> None:
 
     Args:
         name: name of the setting, as the user writes it.
-        value: its value. A bool is no number; NumPy's numbers are; a float is no whole
-            number, whatever its value; NaN and infinities are no numbers.
+        value: its value. A bool is not a number, NumPy's numbers are; a float is never
+            a whole number; NaN and infinities are not numbers.
         kind: an annotation.
 
     Raises:
-        ValueError: names the setting, what it must be, and what came.
+        ValueError: it names the setting, the condition and the value.
     """
     fault = _fault(name, value, kind)
     if fault:
@@ -137,7 +137,7 @@ def check_arguments(
 
 
 def shown(value: Any) -> str:
-    """A value and its type, short enough for a sentence."""
+    """A value and its type, short enough for an error message."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return f"{value.__name__} itself (in gin, @{value.__name__}() calls it)"
     text = repr(value)
@@ -234,7 +234,7 @@ def _is_whole(value) -> bool:
 
 
 def is_list(value: Any) -> bool:
-    """Whether a value is a sequence or an array, and no string."""
+    """Whether a value is a sequence or an array, but not a string."""
     listed = isinstance(value, collections.abc.Sequence | np.ndarray)
     return listed and not isinstance(value, str | bytes)
 

@@ -1,1 +1,1 @@
-"""What both hosts' command lines share: flags, one-sentence errors, exit status."""
+"""The shared parts of both hosts' command lines: flags, errors, exit status."""

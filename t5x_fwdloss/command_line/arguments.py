@@ -1,7 +1,7 @@
 """The command line of the standalone scripts: T5X's flags, read without T5X.
 
 `--gin_file` (repeatable, later files override earlier ones), `--gin.NAME=VALUE`, and
-`--gin_search_paths`. What goes wrong is said in a sentence and ends with status 1.
+`--gin_search_paths`. An error gives one sentence and status 1.
 """
 
 import functools
@@ -40,7 +40,7 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
     Args:
         function: takes keyword arguments, among them `config_text`; an integer that
             it returns is the exit status.
-        run_file: the gin file that binds them.
+        run_file: the gin file that binds its arguments.
         macros: names of the macros that need a value, each with a remedy.
     """
     flags.DEFINE_multi_string("gin_file", [], "gin file; repeat it for several.")
@@ -66,7 +66,7 @@ def attempt(
 ) -> int:
     """Reads gin as the flags say and calls the function; returns the exit status.
 
-    What this package refuses is written to standard error, as is what gin refuses; any
+    Errors that this package or gin raises on purpose are written to standard error; any
     other exception of the function itself is a bug and is raised.
 
     Args:
@@ -86,7 +86,7 @@ def attempt(
 def parse(
     function: Callable[..., Any], values: Any, run_file: str, macros: Mapping[str, str]
 ) -> Callable[..., Any]:
-    """Reads the gin files and bindings; returns the function with what they bind.
+    """Reads the gin files and bindings; returns the function with its bound arguments.
 
     Raises:
         ValueError: if the run file or the value of a required macro is missing.

@@ -1,26 +1,26 @@
-"""JAX's persistent compilation cache, for a command that is given again and again."""
+"""JAX's persistent compilation cache, for a command that is run repeatedly."""
 
 import os
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# What takes less time is compiled anew: a file for each is slower to read than that.
+# Faster compilations are not cached: reading a file for each would be slower.
 LEAST_SECONDS = 0.1
 
 
 def use(path: str | os.PathLike[str] | None) -> None:
-    """Keeps what is compiled from here on in a folder, and takes it from there.
+    """Caches all further compilations in a folder.
 
-    The numbers are those of the same compiler. A folder that cannot be written or read
-    costs time and nothing else: JAX warns and compiles.
+    The numbers stay the same. A folder that cannot be written or read only costs time:
+    JAX warns and compiles.
 
     Args:
-        path: the folder, also a remote one; None: what JAX's own settings say.
+        path: the folder, also a remote one; None: JAX's own settings.
     """
     if path is None:
         return
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
-    # What was compiled before has fixed where the cache is.
+    # An earlier compilation has fixed the cache's place.
     compilation_cache.reset_cache()

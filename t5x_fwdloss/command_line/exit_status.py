@@ -1,8 +1,8 @@
-"""How a command ends: its exit status, and one sentence where it was refused.
+"""The end of a command: its exit status, and one sentence if its input was rejected.
 
-What this package refuses, and what gin refuses, is one sentence on standard error and
-status 1, without a trace; `--verbosity=1` shows the trace. An exception that nobody
-foresaw is raised as it is.
+An input that this package or gin rejects gives one sentence on standard error and
+status 1, without a trace; `--verbosity=1` shows the trace. An unforeseen exception is
+raised unchanged.
 """
 
 import inspect
@@ -14,21 +14,21 @@ from absl import logging
 
 from t5x_fwdloss.command_line import gin_sentences, orbax_leftovers
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def exit_status(
     name: str, configure: Callable[[], Callable[[], Any]], function: Callable[..., Any]
 ) -> int:
-    """Configures a function, calls it, and says in a sentence what went wrong.
+    """Configures a function, calls it, and reports an error in one sentence.
 
     Args:
-        name: name of the command, which the sentence begins with.
+        name: name of the command, with which the sentence begins.
         configure: reads the configuration; returns the call of `function`.
-        function: what the command is for; errors on the way to it are gin's.
+        function: the command's function; errors before its call are gin's.
 
     Returns:
-        What the function returns where that is an integer, else 0; 1 after a refusal;
+        The function's result if that is an integer, else 0; 1 after a rejected input;
         130 after Ctrl-C.
     """
     orbax_leftovers.keep_quiet()
@@ -42,7 +42,7 @@ def exit_status(
         words = _refusal(error, inspect.unwrap(function))
         if words is None:
             raise
-        logging.debug("The command was refused.", exc_info=error)
+        logging.debug("The command was rejected.", exc_info=error)
         _say(name, words)
         return 1
 
@@ -56,5 +56,5 @@ def _refusal(error: Exception, function: Callable[..., Any]) -> str | None:
 
 
 def _say(name: str, words: str) -> None:
-    # One line, whatever the user's values in it hold.
+    # One line, even if the user's values have line breaks.
     sys.stderr.write(f"{name}: {' '.join(words.split())}\n")

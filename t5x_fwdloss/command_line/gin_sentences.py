@@ -1,7 +1,7 @@
-"""What a user did, said in a sentence, from what gin raised.
+"""One sentence on a user's mistake in place of gin's error.
 
 gin reports a forgotten macro, import or file as a stack of its own calls. The functions
-here know gin's messages and name the remedy; what they do not know stays as it is.
+here know gin's messages and name the remedy; unknown messages are kept.
 """
 
 import difflib
@@ -22,7 +22,7 @@ _WHERE = re.compile(
     r'In (?:file|bindings string|string) ?"?([^"\n]*)"?,? line (\d+)', re.I
 )
 
-# gin's message, and the sentence in its place; groups of the message are filled in.
+# gin's message, and the sentence that replaces it; groups of the message are filled in.
 _RULES: Sequence[tuple[str, str]] = (
     (
         r"^(\S+?)/(?:gin\.)?macro\.value set to `%gin\.REQUIRED`",
@@ -90,7 +90,7 @@ _RULES: Sequence[tuple[str, str]] = (
     ),
 )
 
-# The measurements that had their matrix in their names.
+# Former measurements with the matrix in their names.
 _MATRIX_IN_NAME = re.compile(
     r"^(?:No configurable matching|Couldn't resolve selector) .*?((?:\w+\.)*)"
     r"\b(Hessian|GaussNewton|(?:Sampled|Empirical)?Fisher)"
@@ -105,7 +105,7 @@ def check_bindings(bindings: Sequence[str]) -> None:
         bindings: such as "NUM_BATCHES = 3".
 
     Raises:
-        ValueError: names the first that it cannot, and says how values are written.
+        ValueError: it names the first that it cannot, and says how to write values.
     """
     for binding in bindings:
         try:
@@ -124,11 +124,11 @@ def check_macros(bindings: Sequence[str], gin_files: Sequence[str] = ()) -> None
     """Passes if every macro that the command line binds is read by something.
 
     Args:
-        bindings: of the command line, after gin has read them and all files.
-        gin_files: those files.
+        bindings: those of the command line, after gin has read them and all files.
+        gin_files: the files that were read.
 
     Raises:
-        ValueError: names the first that is not, and what took its place or the nearest
+        ValueError: it names the first that is not, and its replacement or the nearest
             that is.
     """
     read = sorted(set(re.findall(r"%(\w+)", gin.config_str())))
@@ -145,12 +145,12 @@ def check_macros(bindings: Sequence[str], gin_files: Sequence[str] = ()) -> None
 
 
 def check_scopes() -> None:
-    """Passes if every measurement of a matrix stands in a scope that something binds.
+    """Passes if every measurement of a matrix is in a scope with a binding.
 
-    gin takes any scope: in one that is misspelled, a measurement is the Hessian's.
+    gin accepts any scope: in a misspelled one, a measurement is of the Hessian.
 
     Raises:
-        ValueError: names the first that does not, and the nearest that does.
+        ValueError: it names the first that is not, and the nearest that is.
     """
     text = gin.config_str()
     bound = re.findall(r"^([\w/]+)/([\w.]+)\.(\w+) =", text, re.M)
@@ -166,9 +166,9 @@ def check_scopes() -> None:
 
 
 def _replacement(macro, bindings, gin_files) -> str:
-    """What is bound where the files had a macro, and the remedy; '' for no such place.
+    """The binding that replaced a macro of the files, and the remedy; '' for none.
 
-    The files are read again without the bindings: gin's configuration is lost.
+    The files are read again without the bindings, which discards gin's configuration.
     """
     gin.clear_config()
     gin.parse_config_files_and_bindings(gin_files, [], finalize_config=False)
@@ -197,7 +197,7 @@ def _is_macro(parameter, macro) -> bool:
 
 
 class _Names(config_parser.ParserDelegate):
-    """References and macros as text, so that a binding is parsed and no more."""
+    """References and macros as text, so that a binding is only parsed."""
 
     def configurable_reference(self, scoped_configurable_name, evaluate) -> Any:
         return f"@{scoped_configurable_name}{'()' if evaluate else ''}"
@@ -207,9 +207,9 @@ class _Names(config_parser.ParserDelegate):
 
 
 def sentence(error: BaseException) -> str:
-    """The error in one sentence: the remedy where gin's message is known, else gin's.
+    """The error in one sentence: a remedy for a known message of gin, or gin's message.
 
-    A check of this package speaks for itself.
+    An error of this package's own checks is kept.
     """
     if raised_by_package(error):
         return own_words(error)
@@ -251,7 +251,7 @@ def _new_name(module: str, matrix: str, quantity: str) -> str:
 
 
 def _unpackaged_file(error: BaseException) -> str:
-    """The file that gin looked for in a folder that is no package; '' for none."""
+    """The file that gin looked for in a folder that is not a package; '' for none."""
     if isinstance(error, TypeError):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__") == "gin.resource_reader":
@@ -267,10 +267,10 @@ def entered(error: BaseException, function: Callable) -> bool:
 
 
 def raised_by_package(error: BaseException) -> bool:
-    """Whether a `raise` of this package raised the error, as a check of its input.
+    """Whether a `raise` in this package raised the error, as a check of its input.
 
     An error of Python's own on a line of this package, such as the comparison of a
-    number with a string, is a bug and not a refusal.
+    number with a string, is a bug.
     """
     tb = error.__traceback__
     if tb is None:
@@ -283,7 +283,7 @@ def raised_by_package(error: BaseException) -> bool:
 
 
 def own_words(error: BaseException) -> str:
-    """The message without the lines that gin adds about its calls."""
+    """The message without gin's lines about its calls."""
     return re.split(r"\n\s*In call to configurable", str(error))[0].strip()
 
 

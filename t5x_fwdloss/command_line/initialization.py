@@ -1,4 +1,4 @@
-"""What a network refuses when its parameters are described, in one sentence."""
+"""One sentence for any error of a network's initialization."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from t5x_fwdloss.command_line.seqio_sentences import explained
 
 @contextlib.contextmanager
 def of_parameters() -> Iterator[None]:
-    """Turns whatever stops a network's initialization into a sentence with its reason.
+    """Turns any error of a network's initialization into a sentence with its reason.
 
-    T5X's networks check none of their settings: the first array that has a wrong size
-    raises what JAX, NumPy or Flax say of it.
+    T5X's networks check none of their settings: the first array with a wrong size
+    raises an error of JAX, NumPy or Flax.
 
     An error of the network, or of the library below it, raises ValueError.
     """

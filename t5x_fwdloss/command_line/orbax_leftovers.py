@@ -1,9 +1,8 @@
-"""What Orbax and TensorStore print, beside the error itself, where they failed.
+"""The output of Orbax and TensorStore after a failure, besides the error itself.
 
-Threads that write log the stack of what they raise. Reads of other arrays go on for a
-moment after Orbax has closed their event loop. Each then prints a stack of its own, or is
-found unfinished when memory is collected. None of it says more than the error that was
-raised.
+Threads that write log the stack of their errors. Reads of other arrays continue for a
+moment after Orbax has closed their event loop. Each then prints its own stack, or is
+found unfinished by garbage collection. None of it says more than the raised error.
 """
 
 import inspect
@@ -12,7 +11,7 @@ import sys
 
 
 def keep_quiet() -> None:
-    """Leaves them out of what this process prints; other errors are printed as before."""
+    """Keeps this out of the process's output; other errors are printed as before."""
     if sys.excepthook.__module__ == __name__:
         return
     show, show_unraisable = sys.excepthook, sys.unraisablehook
@@ -26,7 +25,7 @@ def keep_quiet() -> None:
             show_unraisable(found)
 
     sys.excepthook, sys.unraisablehook = excepthook, unraisablehook
-    # Errors of tasks that nobody asked for.
+    # Errors of tasks whose result is not used.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     # Stacks of threads that wrote or removed, whose errors are raised as well.
     logging.getLogger("absl").addFilter(_is_no_stack_of_orbax)

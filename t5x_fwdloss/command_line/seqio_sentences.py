@@ -1,4 +1,4 @@
-"""What SeqIO, its data source or the task's own functions refuse, in one sentence."""
+"""One sentence for errors of SeqIO, its data source or the task's own functions."""
 
 import contextlib
 import re
@@ -13,10 +13,10 @@ MAX_REASON = 400  # characters; TensorFlow quotes stacks
 
 @contextlib.contextmanager
 def reading(task: str, split: str) -> Iterator[None]:
-    """Turns whatever stops the reading of a task into a sentence with its reason.
+    """Turns any error in reading a task into a sentence with its reason.
 
-    Which splits, lengths and features a task has is for SeqIO to say: its sources read
-    forms that no list of splits has, such as 'train+validation'.
+    Only SeqIO knows a task's splits, lengths and features: its sources read forms that
+    no list of splits has, such as 'train+validation'.
 
     Args:
         task: name of a task or mixture.
@@ -35,10 +35,10 @@ def reading(task: str, split: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(wanted: Callable[[], str]) -> Iterator[None]:
-    """Turns an error of other libraries into a sentence: what must hold, and the reason.
+    """Turns an error of other libraries into a sentence: the condition, and the reason.
 
     Args:
-        wanted: gives what must hold; called only where it does not.
+        wanted: returns the condition in words; called only if it fails.
 
     Raises:
         ValueError: something inside raised an error that is not this package's own.
@@ -64,6 +64,6 @@ def reason(error: BaseException) -> str:
 def _declared(task, split) -> str:
     try:
         splits = seqio.get_mixture_or_task(task).splits
-    except Exception:  # the task declares none, or its source cannot say
+    except Exception:  # the task declares none, or its source does not know
         return ""
     return "" if split in splits else f" (it declares {', '.join(sorted(splits))})"

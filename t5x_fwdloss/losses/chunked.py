@@ -1,8 +1,8 @@
 """The head and the loss together, one length chunk at a time: no `[batch, length, vocab]`.
 
 Memory is bounded by a few `[batch, chunk_length, vocab]` arrays and the head's own
-float32 gradient, whatever the length. Values, and everything that the metrics of a
-model need, are those of the whole logits.
+float32 gradient, whatever the length. The values, and all that a model's metrics need,
+equal those of the full logits.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from t5x_fwdloss.losses.weighting import weight_sum_of
 
 
 class ChunkedLoss(NamedTuple):
-    """What a training step needs of a batch whose logits were never in memory.
+    """The loss and predictions of a batch whose full logits were never in memory.
 
     Attributes:
         loss: the weighted loss, as `compute_weighted_cross_entropy` returns it.
@@ -60,19 +60,19 @@ def chunked_weighted_cross_entropy(
 ) -> ChunkedLoss:
     r"""`compute_weighted_cross_entropy` of the logits `scale * hidden @ head`.
 
-    The product is made in float32 (float64 for float64 input), and the gradient of the
-    head is summed over chunks in it. With `impl="custom_jvp"` both directions of
-    differentiation have a loop of their own (see `head_terms.py`); the others are
-    differentiated by JAX, chunk by chunk, rematerialized. Settings that
-    `LossSettings` refuses, and shapes or dtypes that do not fit each other, raise
+    The product is computed in float32 (float64 for float64 input), and the head's
+    gradient is summed over chunks in the same dtype. With `impl="custom_jvp"` both
+    directions of differentiation have a loop of their own (see `head_terms.py`); JAX
+    differentiates the others chunk by chunk, with rematerialization. Settings that
+    `LossSettings` rejects, and shapes or dtypes that do not fit each other, raise
     `ValueError`.
 
     Args:
         hidden: the decoder's last hidden states, any floating dtype.
         head: the output kernel `[embed, vocab]`, or with `tied` the embedding
             `[vocab, embed]`.
-        targets: class numbers.
-        weights: weight of each token; None for one everywhere.
+        targets: class indices.
+        weights: weight of each token; None means all ones.
         label_smoothing: a Python number in [0, 1).
         z_loss: coefficient of the squared log-normalizer.
         loss_normalizing_factor: None or a number.
@@ -108,8 +108,8 @@ def chunked_weighted_token_cross_entropy(
     Args:
         hidden: the decoder's last hidden states, any floating dtype.
         head: the output kernel `[embed, vocab]`, or with `tied` the embedding.
-        targets: class numbers.
-        weights: weight of each token; None for one everywhere.
+        targets: class indices.
+        weights: weight of each token; None means all ones.
         chunk_length: positions per chunk, at least one.
         impl: a key of `IMPLEMENTATIONS`.
         tied: whether `head` is the embedding.
@@ -124,7 +124,7 @@ def chunked_weighted_token_cross_entropy(
 
 
 def _token_losses(hidden, head, targets, weights, is_void, settings, tied, scale):
-    """Loss less the entropy of the target row, z-loss term and class of each token.
+    """Loss minus the target row's entropy, z-loss term and class of each token.
 
     Raises:
         ValueError: if head and hidden states do not fit each other.
@@ -145,8 +145,8 @@ def _token_losses(hidden, head, targets, weights, is_void, settings, tied, scale
     labels = jnp.pad(class_indices(targets), padding)
     if is_void is not None:
         is_void = jnp.pad(is_void, padding)
-    # Else a head in bfloat16 would have its gradient summed over chunks in bfloat16, and
-    # hidden states the several parts of theirs.
+    # Otherwise bfloat16 inputs would have their gradients summed in bfloat16: the
+    # head's over chunks, the hidden states' over its parts.
     head = head.astype(accumulation_dtype(head.dtype))
     hidden = hidden.astype(accumulation_dtype(hidden.dtype))
     hidden, head, labels = vary_alike(hidden, head, labels)

@@ -8,9 +8,9 @@ $$ C = S \ell - \langle t, z - m \rangle, \qquad
             - \langle \dot t, (z - m) - \ell \rangle. $$
 
 The shift $m$ is constant in the rule: only $m + \ell$ and $C$ leave this file, and they
-do not depend on it. Each rule takes its outputs from its own primal, so second and
-third order pass through the rule again, and is linear in the tangents, so jax transposes
-it: $\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in float32 at least.
+do not depend on it. Each rule takes its outputs from its own primal, so higher orders
+pass through the rule again, and it is linear in the tangents, so jax transposes it:
+$\bar z = \bar C (S p - t) + \bar\ell p$. All reductions run in at least float32.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def token_cross_entropy(
     z_loss: ScalarLike = 0.0,
     is_void: Bool[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    r"""Loss and z-loss term of each token for integer labels; no target row is made.
+    r"""Loss and z-loss term of each token for integer labels, without target rows.
 
     $L = -\sum_j t_j (z_j - \log Z) + c\,(\log Z)^2$ and $c\,(\log Z)^2$, where $t$ is the
     smoothed target row of the label (see `targets.py`) and $c$ is `z_loss`. The entropy
@@ -53,16 +53,16 @@ def token_cross_entropy(
     A label outside the vocabulary has no class: without smoothing its cross entropy is
     zero, and its z-loss term remains. A class at -inf has probability zero and no part
     in the smoothing sum; if it is the label, the loss is inf. Value, jvp, vjp and hvp
-    meet no product of zero and infinity.
+    never multiply zero by infinity.
 
     Args:
         logits: unnormalized log-probabilities; any floating dtype.
-        labels: class numbers; an ordinary argument whose tangent is float0.
-        label_smoothing: the mass $s$ moved off the label, a Python number in [0, 1).
+        labels: class indices; an ordinary argument whose tangent is float0.
+        label_smoothing: the weight $s$ moved off the label, a Python number in [0, 1).
         z_loss: the coefficient $c \ge 0$; may be traced, its derivative is
             $(\log Z)^2$.
-        is_void: tokens to take for logits that are all zero, whatever they hold, and to
-            leave out of every derivative; None for none.
+        is_void: tokens whose logits are treated as zeros, whatever they hold, and left
+            out of every derivative; None means no token.
     """
     labels = with_void(labels, is_void)
     terms = token_terms(logits, labels, label_smoothing)
@@ -76,9 +76,9 @@ def cross_entropy(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     r"""Loss and z-loss term of each token for dense target rows.
 
-    As `token_cross_entropy`, for any row $t$ of weights, and differentiable in it: the
-    derivative is $-(z - \log Z)$, and zero at classes of -inf. A class at -inf with a
-    target of zero contributes nothing; with a positive target the loss is inf.
+    Like `token_cross_entropy`, for any row $t$ of weights, and differentiable in it:
+    the derivative is $-(z - \log Z)$, and zero at classes of -inf. A class at -inf with
+    a target of zero contributes nothing; with a positive target the loss is inf.
 
     Args:
         logits: unnormalized log-probabilities; any floating dtype.
@@ -98,7 +98,7 @@ def against_targets(values, logits, labels, label_smoothing):
     """Sums of target times value over the classes, those at -inf left out of the smoothing.
 
     One sum over one product, not one sum for the label and one for the rest: compilers
-    that keep the operand of a reduction in memory then keep a single one.
+    that materialize a reduction's operand then materialize only one.
     """
     on_value, off_value = on_and_off_values(label_smoothing, logits.shape[-1])
     rest = jnp.zeros_like(values)
@@ -148,7 +148,7 @@ class _Tangents:
 
 
 def token_terms(logits, labels, label_smoothing):
-    """(C, l, m, S) of each token; of any number of leading axes."""
+    """(C, l, m, S) of each token, for any number of leading axes."""
     vocab_size = logits.shape[-1]
     terms = _token_terms(
         logits.reshape(-1, vocab_size), labels.reshape(-1), label_smoothing
@@ -202,7 +202,7 @@ def _dense_terms_jvp(primals, tangents):
     logits_dot, targets_dot = (tangent.astype(shift.dtype) for tangent in tangents)
     probs = probabilities(logits, shift, log_sum)
     log_sum_dot = jnp.sum(probs * logits_dot, axis=-1)
-    # A tangent of zero at a class of -inf must not meet its log-probability.
+    # A zero tangent at a class of -inf must not be multiplied by its log-probability.
     log_probs = (logits - shift[..., None]) - log_sum[..., None]
     log_probs = jnp.where(logits > -jnp.inf, log_probs, jnp.zeros_like(log_probs))
     cross_entropy_dot = (

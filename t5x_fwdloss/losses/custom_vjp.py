@@ -55,7 +55,7 @@ def _forward(logits, targets, z_loss):
 
 def _backward(residuals, cotangents):
     # z_bar = L_bar * ((1 + 2 c log Z) p - t): the one sum(t) = 1 is assumed here.
-    loss_bar, _ = cotangents  # the z-loss term is for the logs only
+    loss_bar, _ = cotangents  # the z-loss term is only logged
     logits, targets, z_loss, exp_shifted, sum_exp, log_softmax, log_z = residuals
     with jax.numpy_dtype_promotion("standard"):
         scale = jnp.expand_dims(1 + 2 * z_loss * log_z, -1)

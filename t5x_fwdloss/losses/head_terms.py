@@ -9,7 +9,7 @@ $$ \dot z = s(\dot h W + h \dot W), \quad \dot\ell = \langle p, \dot z\rangle, \
    \bar z = (S \bar C + \bar\ell)\, p - \bar C\, t, \quad
    \bar h = s\,\bar z W^T, \quad \bar W = \textstyle\sum s\, h^T \bar z, $$
 
-each a loop over chunks that makes the logits again. $\bar W$ is summed in float32.
+each a loop over chunks that recomputes the logits. $\bar W$ is summed in float32.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ from t5x_fwdloss.losses.targets import (
 
 @dataclasses.dataclass(frozen=True)
 class HeadSettings:
-    """What is not an array.
+    """The static settings.
 
     Attributes:
         chunk_length: positions per chunk; divides the length.
         label_smoothing: as in `token_cross_entropy`.
         tied: whether the head is an embedding, `[vocab, embed]`.
         scale: factor of the logits.
-        precision: of all matrix products, as jax.default_matmul_precision.
+        precision: precision of all matrix products, as jax.default_matmul_precision.
     """
 
     chunk_length: int
@@ -59,7 +59,7 @@ def head_terms(
     labels: Integer[Array, "batch length"],
     settings: HeadSettings,
 ) -> list[Array]:
-    r"""$C$, $\ell$, $m$, the mass $S$ and the predicted class of each token.
+    r"""$C$, $\ell$, $m$, the target sum $S$ and the predicted class of each token.
 
     `[batch, length]` each, in float32 at least; the class is int32.
     """
@@ -78,9 +78,9 @@ def _head_terms(hidden, head, labels, settings):
     return list(_over_chunks(chunk, None, (hidden, labels), head, settings)[1])
 
 
-# A zero tangent is left out, and not made of zeros: a frozen head, or a frozen decoder,
-# costs nothing, and XLA's CPU compiler makes garbage of a product with a constant matrix
-# that it fuses (`docs/upstream/xla_cpu_ynn_fusion.md`).
+# A zero tangent is left out, not materialized as zeros: a frozen head, or a frozen
+# decoder, costs nothing, and XLA's CPU compiler miscomputes a product with a constant
+# matrix that it fuses (`docs/upstream/xla_cpu_ynn_fusion.md`).
 @functools.partial(_head_terms.defjvp, symbolic_zeros=True)
 def _head_terms_jvp(settings, primals, tangents):
     hidden, head, labels = primals
@@ -99,7 +99,7 @@ def _head_terms_jvp(settings, primals, tangents):
 
 
 def _tangent(residuals, linear, *, settings, moves):
-    """C_dot and l_dot from h_dot and W_dot, of which `moves` says which are not zero."""
+    """C_dot and l_dot from h_dot and W_dot; `moves` says which are not zero."""
     hidden, head, log_sum, shift, mass, labels = residuals
     hidden_moves, head_moves = moves
 
@@ -157,9 +157,9 @@ def head_cross_entropy(hidden, head, labels, is_void, settings, z_loss):
         hidden: hidden states `[batch, length, embed]`, the length a multiple of the
             chunk length.
         head: the kernel, or the embedding.
-        labels: class numbers `[batch, length]`.
-        is_void: tokens that no derivative may see; None for none.
-        settings: of the head.
+        labels: class indices `[batch, length]`.
+        is_void: tokens to leave out of every derivative; None means no token.
+        settings: the head's settings.
         z_loss: coefficient of the squared log-normalizer.
     """
     labels = with_void(labels, is_void)
@@ -171,9 +171,9 @@ def head_cross_entropy(hidden, head, labels, is_void, settings, z_loss):
 
 
 def rematerialized(tokens):
-    """The same for a function of logits and labels that JAX differentiates.
+    """Like `head_cross_entropy`, for a token loss that JAX differentiates.
 
-    Each chunk's logits are made again in the backward pass.
+    Each chunk's logits are recomputed in the backward pass.
 
     Args:
         tokens: as `Implementation.tokens`.
@@ -202,7 +202,7 @@ def _over_chunks(chunk, carry, parts, head, settings):
 
     Chunks are sliced from, and results written into, `[batch, length, ...]` in place,
     so that no transposed copy of the hidden states is made. The body is rematerialized:
-    a derivative by JAX makes each chunk's logits again.
+    JAX's derivative recomputes each chunk's logits.
     """
     size = settings.chunk_length
     if have_axis_types(*parts, head):
@@ -236,10 +236,10 @@ def _over_chunks(chunk, carry, parts, head, settings):
 
 
 def scan_over_chunks(function, parts, size):
-    """Results of `function(*part)` over length chunks `[batch, size, ...]`, by JAX alone.
+    """Results of `function(*part)` for length chunks `[batch, size, ...]`, by plain JAX.
 
-    The function is rematerialized, and its parts are what the scan runs over, so that
-    the transpose writes each chunk's cotangents into a place of their own.
+    The function is rematerialized, and the scan runs over its parts, so that the
+    transpose writes each chunk's cotangents to a separate place.
     """
 
     def split(part):
@@ -286,7 +286,7 @@ def _hidden_bar(logits_bar, head, settings):
 
 
 def _add_head_bar(head_bar, hidden, logits_bar, settings):
-    """`head_bar` plus the chunk's part."""
+    """`head_bar` plus the chunk's contribution."""
     hidden = _scaled(hidden, settings)
 
     def product(hidden):
@@ -311,8 +311,8 @@ def _add_head_bar(head_bar, hidden, logits_bar, settings):
 
         return jax.lax.fori_loop(0, num_slices, add, head_bar)
 
-    # An accelerator's product adds into its result. The CPU's makes a new array first:
-    # as large as the head, unless it is made in slices.
+    # An accelerator's product adds into its result. The CPU's allocates a new array
+    # first: as large as the head, unless it is computed in slices.
     return jax.lax.platform_dependent(head_bar, hidden, cpu=by_slices, default=at_once)
 
 

@@ -28,7 +28,7 @@ class Implementation:
             and class of each token, length chunk by length chunk.
         has_forward_mode: whether `jax.jvp` works on it.
         leaves_void_out: whether a token of weight zero whose logits are not all finite
-            has no part in values and derivatives; else they are NaN there.
+            has no part in values and derivatives; otherwise they are NaN there.
     """
 
     dense: Callable[..., Any]
@@ -39,7 +39,7 @@ class Implementation:
 
 
 def _of_dense(dense, *, has_forward_mode, leaves_void_out) -> Implementation:
-    """An implementation that knows nothing but dense target rows."""
+    """An implementation made from a loss of dense target rows."""
 
     def tokens(logits, labels, *, label_smoothing, z_loss, is_void=None):
         logits = without(is_void, logits)
@@ -69,23 +69,23 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 
 @dataclasses.dataclass(frozen=True)
 class LossSettings:
-    """Everything that says which loss a model has; checked when it is made.
+    """The settings that define a model's loss, checked on construction.
 
     Attributes:
         impl: a key of `IMPLEMENTATIONS`.
         chunk_length: target positions per chunk of the head and the loss, at least one;
-            None: the logits are made as a whole.
+            None computes all logits at once.
         label_smoothing: share of the target spread over the other classes, in [0, 1).
         z_loss: coefficient of the squared log-normalizer, finite and not negative; not
-            looked at while it is traced.
-        loss_normalizing_factor: what the summed loss is divided by: None, a number that
-            is not zero, or one of T5X's special factors, by name or by T5X's enum.
+            checked while it is traced.
+        loss_normalizing_factor: divisor of the summed loss: None, a number that is not
+            zero, or one of T5X's special factors, by name or by T5X's enum.
 
     Raises:
-        ValueError: one of them is not so.
+        ValueError: a setting is not as described.
     """
 
-    # Checked by the class itself, which takes numbers of NumPy and JAX, too.
+    # The class checks its types itself: it accepts NumPy's and JAX's numbers, too.
     impl: Any = "custom_vjp"
     chunk_length: Any = None
     label_smoothing: Any = 0.0
@@ -96,7 +96,7 @@ class LossSettings:
         """Checks the settings.
 
         Raises:
-            ValueError: no loss can be computed with one of them.
+            ValueError: a setting is invalid.
         """
         if not isinstance(self.impl, str) or self.impl not in IMPLEMENTATIONS:
             names = ", ".join(IMPLEMENTATIONS)
@@ -123,12 +123,12 @@ class LossSettings:
 
     @property
     def implementation(self) -> Implementation:
-        """What `impl` stands for."""
+        """The implementation that `impl` names."""
         return IMPLEMENTATIONS[self.impl]
 
     @property
     def record(self) -> dict[str, Any]:
-        """The settings under T5X's names, as JSON holds them."""
+        """The settings under T5X's names, as JSON values."""
         factor = self.loss_normalizing_factor
         return {
             "loss_impl": self.impl,
@@ -150,7 +150,7 @@ def cross_entropy_with_logits(
 
     $L = -\sum_j t_j (z_j - \log Z) + c\,(\log Z)^2$ and $c\,(\log Z)^2$: T5X's function
     of the same name. The implementations agree in value, and in derivative where target
-    rows sum to one; see their docstrings for what each carries.
+    rows sum to one; see their docstrings for the differences.
 
     Args:
         logits: unnormalized log-probabilities.

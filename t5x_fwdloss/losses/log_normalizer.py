@@ -18,7 +18,7 @@ def accumulation_dtype(dtype) -> jnp.dtype:
 def shifted_log_sum(
     logits: Float[Array, "*batch vocab"],
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    r"""The pair $(m, \ell)$ of each row; not meant to be differentiated as it stands.
+    r"""The pair $(m, \ell)$ of each row; do not differentiate it directly.
 
     A row whose classes are all at -inf gets $(0, 0)$, so that its probabilities are
     zero instead of NaN.
@@ -26,7 +26,7 @@ def shifted_log_sum(
     highest = jnp.max(logits, axis=-1)
     shift = jnp.where(jnp.isfinite(highest), highest, jnp.zeros_like(highest))
     total = jnp.sum(jnp.exp(logits - shift[..., None]), axis=-1)
-    # The largest class contributes exactly one, so the bound acts on empty rows only.
+    # The largest class contributes exactly one, so the bound affects empty rows only.
     return shift, jnp.log(jnp.maximum(total, jnp.ones_like(total)))
 
 

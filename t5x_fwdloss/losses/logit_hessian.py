@@ -27,9 +27,9 @@ def logit_hessian_product(
 
     Args:
         logits: unnormalized log-probabilities.
-        labels: class numbers; they matter only where they leave the vocabulary.
+        labels: class indices; they matter only outside the vocabulary.
         tangent: the vector $u$.
-        label_smoothing: the mass moved off the label, in [0, 1).
+        label_smoothing: the target weight moved off the label, in [0, 1).
         z_loss: the coefficient $c \ge 0$.
     """
     labels = with_void(labels)

@@ -1,7 +1,7 @@
 r"""Smoothed targets, T5X's way: $1 - s$ on the label, $s / (V - 1)$ on every other class.
 
-A label outside $[0, V)$ is no class: its row carries the off value everywhere. With one
-class the off value is $s$ (T5X's special case), so that an in-range row sums to $1 - s$.
+A label outside $[0, V)$ matches no class: its row has the off value everywhere. With
+one class the off value is $s$ (T5X's special case): an in-range row sums to $1 - s$.
 
 Source: `t5x/losses.py`, `compute_weighted_cross_entropy`, and
 `flax/training/common_utils.py`, `onehot`.
@@ -22,7 +22,7 @@ def on_and_off_values(label_smoothing: float, vocab_size: int) -> tuple[float, f
 
 
 def entropy_of_targets(label_smoothing: float, vocab_size: int) -> Float[Array, ""]:
-    """The entropy of a smoothed row, which T5X subtracts: the least loss is then zero."""
+    """The entropy of a smoothed row; T5X subtracts it, so the minimal loss is zero."""
     on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
     # Term by term T5X's expression, in jax and not in Python: equal bit for bit.
     return -(
@@ -37,8 +37,8 @@ def class_indices(
     """Labels as integers that can hold any class of any vocabulary.
 
     An int8 or uint8 array has 256 values, and compared in that dtype a label would match
-    every class that is equal to it modulo 256. A label that is not a whole number is no
-    class: it becomes -1, as does NaN.
+    every class that is equal to it modulo 256. A label that is not a whole number
+    matches no class: it becomes -1, as does NaN.
 
     Args:
         targets: labels of an integer or floating dtype.
@@ -56,7 +56,7 @@ def class_indices(
 def label_mask(
     labels: Shaped[Array, "*batch"], vocab_size: int
 ) -> Bool[Array, "*batch vocab"]:
-    """True at the label of each token; all false for a label that is no class.
+    """True at the label of each token; all false for a label that matches no class.
 
     A comparison with an iota, which the compiler fuses into whatever reads it: no array
     is made, no scatter in the transpose, no gather across a sharded vocabulary.
@@ -80,9 +80,9 @@ def with_void(
     targets: Shaped[Array | np.ndarray, "*batch"],
     is_void: Bool[Array, "*batch"] | None = None,
 ) -> Integer[Array, "*batch"]:
-    """The `class_indices`, with the largest integer for void tokens and them alone.
+    """The `class_indices`, with the largest integer for void tokens only.
 
-    So that what is computed token by token knows them without a further array.
+    Functions of single tokens then recognize void tokens without another array.
     """
     labels = class_indices(targets)
     labels = jnp.where(labels == _void_label(labels), _no_class(labels), labels)

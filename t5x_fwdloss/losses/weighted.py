@@ -30,17 +30,17 @@ def compute_weighted_cross_entropy(
     $\sum_i w_i (L_i - H) / N$ and $\sum_i w_i\,c\,(\log Z_i)^2 / N$ over the tokens $i$,
     with $L_i$ the token's loss, z-loss included, $H$ the entropy of a smoothed target
     row, $c$ the coefficient `z_loss` and $N$ the normalizing factor (1 for None): T5X's
-    function of the same name. With `impl="custom_vjp"` value and gradient are T5X's to
-    the last bit. The others leave out a token of weight zero whose logits are not all
+    function of the same name. With `impl="custom_vjp"` value and gradient equal T5X's
+    bit for bit. The others leave out a token of weight zero whose logits are not all
     finite, in the value and in every derivative, where T5X's rule has NaN.
 
     Args:
         logits: `[batch, length, vocab]`, or any number of leading axes.
-        targets: class numbers `[batch, length]`, of any integer dtype, or floating with
-            whole values. A label outside the vocabulary has a cross entropy of zero
+        targets: class indices `[batch, length]`, of any integer dtype, or floating with
+            integer values. A label outside the vocabulary has a cross entropy of zero
             (without smoothing) and keeps its z-loss term.
         weights: weight of each token `[batch, length]`, bool, integer or floating; None
-            for one everywhere, and then the third result is batch times length.
+            means all ones, and then the third result is batch times length.
         label_smoothing: a Python number in [0, 1).
         z_loss: the coefficient $c \ge 0$.
         loss_normalizing_factor: None or a number. The three special names become a
@@ -66,11 +66,11 @@ def void_tokens(
     """Tokens of weight zero whose logits, or hidden states, are not all finite.
 
     Zero times their derivatives would be NaN, so they must not be differentiated at all.
-    None where there are no weights, and for `custom_vjp`, which keeps T5X's NaN.
+    None without weights, and for `custom_vjp`, which keeps T5X's NaN.
     """
     if weights is None or not settings.implementation.leaves_void_out:
         return None
-    # Both ends of a row, NaN among them: reductions that need no array of their own.
+    # NaN and Inf show in a row's maximum or minimum; reductions need no new array.
     ends = (jnp.max(rows, axis=-1), jnp.min(rows, axis=-1))
     is_number = jnp.isfinite(ends[0]) & jnp.isfinite(ends[1])
     return (jnp.asarray(weights) == jnp.zeros((), weights.dtype)) & ~is_number
@@ -82,9 +82,9 @@ def token_losses(
     settings: LossSettings,
     is_void: Bool[Array, "*batch"] | None = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
-    """Loss of each token, less the entropy of its target row, and its z-loss term.
+    """Loss of each token, minus the entropy of its target row, and its z-loss term.
 
-    Void tokens get those of logits that are all zero.
+    Void tokens get the values of all-zero logits.
     """
     logits, labels = vary_alike(logits, labels)
     loss, z_term = settings.implementation.tokens(
@@ -122,14 +122,14 @@ def check_token_arrays(
     targets: Shaped[Array | np.ndarray, "..."],
     weights: Shaped[Array | np.ndarray, "..."] | None,
 ) -> None:
-    """Refuses labels and weights that do not fit the tokens.
+    """Rejects labels and weights that do not fit the tokens.
 
     Args:
         token_shape: the leading axes of the logits, or of the hidden states.
-        targets: must have that shape, and an integer dtype or, if their values are at
-            hand, whole values.
-        weights: must have that shape, and, if their values are at hand, a sum that is
-            not negative.
+        targets: must have that shape, and an integer dtype or, if their values are
+            known, integer values.
+        weights: must have that shape, and, if their values are known, a sum that is not
+            negative.
 
     Raises:
         ValueError: if one of them does not.
@@ -182,8 +182,8 @@ def weighted_token_cross_entropy(
 
     Args:
         logits: unnormalized log-probabilities.
-        targets: class numbers; zero for a label outside the vocabulary.
-        weights: weight of each token; None for one everywhere.
+        targets: class indices; zero for a label outside the vocabulary.
+        weights: weight of each token; None means all ones.
         impl: a key of `IMPLEMENTATIONS`.
 
     Settings, shapes and dtypes that do not fit raise ValueError before anything runs.

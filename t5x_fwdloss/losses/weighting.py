@@ -1,4 +1,4 @@
-"""Loss weights and normalizing factors, T5X's contract.
+"""Loss weights and normalizing factors, by T5X's contract.
 
 Source of the contract: `get_loss_normalizing_factor_and_weights` in `t5x/losses.py`.
 """
@@ -26,7 +26,7 @@ def get_loss_normalizing_factor_and_weights(
     loss_normalizing_factor: ScalarLike | str | enum.Enum | None,
     batch: Mapping[str, Array | np.ndarray],
 ) -> tuple[ScalarLike | None, Array | np.ndarray | None]:
-    """The number to divide the loss by, and the weight of each token.
+    """The divisor of the loss, and the weight of each token.
 
     * None or a number: itself, and the batch's `decoder_loss_weights` if it has them.
     * `"NUM_REAL_TARGET_TOKENS"`: the sum of the weights.
@@ -36,16 +36,16 @@ def get_loss_normalizing_factor_and_weights(
       of the result, the number of sequences with any weight. Sequences without weight
       get zeros.
 
-    With a special factor and no weights in the batch, tokens above zero (the padding)
-    weigh one.
+    With a special factor and no weights in the batch, non-padding tokens (above zero)
+    have weight one.
 
     Args:
-        loss_normalizing_factor: None, a number, one of the three names in either case,
-            or T5X's enum member of that name.
+        loss_normalizing_factor: None, a number, one of the three names in upper or
+            lower case, or T5X's enum member of that name.
         batch: `decoder_target_tokens`, optionally `decoder_loss_weights`, and for
             packed batches `decoder_segment_ids` and `decoder_positions`.
 
-    `check_loss_normalizing_factor` says which other factors are refused.
+    `check_loss_normalizing_factor` says which other factors are rejected.
     """
     check_loss_normalizing_factor(loss_normalizing_factor)
     weights = batch.get("decoder_loss_weights")
@@ -65,11 +65,11 @@ def get_loss_normalizing_factor_and_weights(
 
 
 def check_loss_normalizing_factor(factor: Any) -> None:
-    """Refuses a factor that no loss can be divided by.
+    """Rejects an invalid normalizing factor.
 
     Args:
-        factor: must be None, a finite number (not looked at while it is traced), or one
-            of `SPECIAL_FACTORS` by name, in either case, or by T5X's enum.
+        factor: must be None, a finite number (not checked while it is traced), or one
+            of `SPECIAL_FACTORS` by name, in upper or lower case, or by T5X's enum.
 
     Raises:
         ValueError: if it is none of these.
@@ -88,7 +88,7 @@ def check_loss_normalizing_factor(factor: Any) -> None:
 
 
 def as_number(x: Any) -> float:
-    """A Python, NumPy or JAX number as a float; NaN for what is not a real number."""
+    """A Python, NumPy or JAX number as a float; NaN for anything else."""
     if (
         isinstance(x, bool)
         or not isinstance(x, numbers.Real | np.generic | np.ndarray | jax.Array)
@@ -111,7 +111,7 @@ def _average_per_sequence(weights, batch):
         totals = jax.vmap(_sum_per_segment)(weights, positions, segment_ids)
     else:
         totals = jnp.sum(weights, axis=-1, keepdims=True)
-    # Padding, and sequences without weight, divide by zero.
+    # For padding, and for sequences without weight, this divides by zero.
     return jnp.nan_to_num(weights / totals, nan=0, posinf=0, neginf=0)
 
 
@@ -122,8 +122,8 @@ def _sum_per_segment(
 ) -> Float[Array, " length"]:
     """The sum of the weights of each token's segment; zero on padding (segment 0).
 
-    Segments are told apart by their first position, as T5X does, so that at most
-    `length` of them exist whatever the ids are.
+    Segments are recognized by their first position, as in T5X, so that there are at
+    most `length` of them whatever the ids are.
     """
     is_real = (segment_ids != 0).astype(weights.dtype)
     ordinals = jnp.cumsum((positions == 0).astype(jnp.int32))
@@ -136,5 +136,5 @@ def _sum_per_segment(
 def weight_sum_of(
     weights: Shaped[Array | np.ndarray, "..."] | None, shape: tuple[int, ...]
 ) -> ScalarLike:
-    """The sum of the weights, or the number of tokens where there are none."""
+    """The sum of the weights, or the number of tokens without weights."""
     return np.prod(shape) if weights is None else jnp.sum(weights)

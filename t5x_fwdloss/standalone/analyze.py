@@ -66,25 +66,25 @@ def analyze(
 
     Args:
         model: the network and its loss, which needs forward mode.
-        dataset: what the batches are read from.
+        dataset: the source of the batches.
         checkpoint_path: a folder `checkpoint_<step>`, of T5X or of the standalone
-            training, or one that holds such folders, of which the latest is taken.
-        output_dir: folder of results; a run that was stopped goes on there.
+            training, or a folder of these, of which the latest is taken.
+        output_dir: folder of results; a run that was stopped resumes there.
         measurements: from `t5x_fwdloss.analysis`.
         num_batches: batches of the objective, the first of the split.
         split: for example "validation".
-        seed: of probe vectors and start vectors.
+        seed: seed of probe vectors and start vectors.
         num_microbatches: pieces that every batch is cut into, to save memory.
         dropout_seed: one fixed dropout key per batch; None turns dropout off.
         matmul_precision: 'highest', 'high' or 'default'.
         memory_budget: bytes per device that linearized products may keep; None: half of
-            what is free; 0: none.
+            the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
-        compilation_cache_dir: folder in which JAX keeps what it compiled, for the next
-            run; None: what JAX's own settings say.
-        optimizer: that of the training, for what is preconditioned.
-        learning_rate: its learning rate, or the schedule of it, where it cannot be told
-            from the optimizer itself.
+        compilation_cache_dir: folder of JAX's compilation cache, for the next run;
+            None: JAX's own settings.
+        optimizer: that of the training, for preconditioned measurements.
+        learning_rate: its learning rate or schedule, if the optimizer itself does not
+            tell it.
         config_text: the gin configuration, kept with the results.
 
     `ValueError` names bad input before anything is read or compiled.

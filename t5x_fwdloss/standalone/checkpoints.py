@@ -1,10 +1,10 @@
 """Checkpoints that T5X and the standalone host both read.
 
 The layout is that of `t5x.train` with Orbax: `MODEL_DIR/checkpoint_<step>/state` holds
-`{"target": parameters, "state": {"step": step}}`. Beside it lies `optimizer`, the optax
-state, which only the standalone host reads, as only T5X reads its own optimizer's state;
-parameters and the step go both ways. A folder appears under its name only when it is
-complete, so a killed run leaves no half-written checkpoint.
+`{"target": parameters, "state": {"step": step}}`. Beside it, `optimizer` holds the
+optax state, which only the standalone host reads, as only T5X reads its own optimizer's
+state; both hosts read parameters and step of either. A folder appears under its name
+only when it is complete, so a killed run leaves no half-written checkpoint.
 """
 
 import importlib.util
@@ -26,9 +26,9 @@ MAX_NAMED = 4  # parameters named in an error message
 
 
 def check_place(model_dir: str) -> None:
-    """Checks that checkpoints can be saved at a place of this kind.
+    """Checks that checkpoints can be saved at such a path.
 
-    Orbax's manager asks a bucket of Google's for its properties with Google's own client.
+    Orbax's manager reads the properties of a `gs://` bucket with Google's own client.
 
     Raises:
         ValueError: it is in a bucket (`gs://`), and that client is not installed.
@@ -73,7 +73,7 @@ def save(manager: ocp.CheckpointManager, step: int, params, optimizer_state) -> 
             step,
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(state),
-                # With the step, because Orbax refuses a tree without leaves (plain SGD).
+                # With the step: Orbax rejects a tree without leaves (plain SGD).
                 optimizer=ocp.args.PyTreeSave({"step": step, "optax": optimizer_state}),
             ),
             force=True,
@@ -84,16 +84,16 @@ def find(path: str) -> epath.Path:
     """The folder `checkpoint_<step>` at a path: itself, or the latest in it.
 
     Raises:
-        ValueError: if there is none, with what is there instead, or if it is one of
-            T5X's older format.
+        ValueError: if there is none, listing what is there, or if it is of T5X's older
+            format.
     """
     folder = files.user_path(path)
     with files.reading(folder):
         names = sorted(x.name for x in folder.iterdir()) if folder.is_dir() else []
     if UNFINISHED in folder.name:
         raise ValueError(
-            f"CHECKPOINT_PATH must be a whole checkpoint: {folder} is what a run left that "
-            "was stopped while it saved."
+            f"CHECKPOINT_PATH must be a whole checkpoint: {folder} is incomplete, left by "
+            "a run that was stopped while it saved."
         )
     if _step(folder) is None:
         found = [folder / name for name in names if _step(folder / name) is not None]
@@ -148,7 +148,7 @@ def restore_params(path: str, like: Any) -> tuple[int, Any]:
 def restore_optimizer(path: str, like: Any) -> Any:
     """The optimizer's state of a checkpoint that the standalone host wrote.
 
-    A checkpoint that has none is refused (`ValueError`).
+    A checkpoint without one raises `ValueError`.
     """
     folder = _optimizer_folder(path)
     found = _shapes(_stored(folder).get("optax", {}))
@@ -199,7 +199,7 @@ def check_same(
     """Checks that two maps from name to shape are the same.
 
     Raises:
-        ValueError: if they are not; names the first few that differ, both sides.
+        ValueError: if they are not; it names the first few that differ, on both sides.
     """
     names = [n for n in {**model, **stored} if model.get(n) != stored.get(n)]
     if names:
@@ -215,7 +215,7 @@ def check_same(
 
 
 def _shapes(tree) -> dict[str, Any]:
-    # A named tuple is stored as a dict: only the keys' names are the same.
+    # A named tuple is stored as a dict: only the names of keys can be compared.
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = ["/".join(map(_name, path)) for path, _ in leaves]
     return {

@@ -20,14 +20,14 @@ Batch = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class DatasetConfig:
-    """What to read; the fields have the names of T5X's `DatasetConfig`.
+    """A dataset to read; the fields have the names of T5X's `DatasetConfig`.
 
     Attributes:
         mixture_or_task_name: a registered SeqIO task or mixture.
         task_feature_lengths: lengths of `inputs` and `targets`; longer ones are cut.
-        batch_size: rows per batch; examples that do not fill a batch are dropped.
+        batch_size: rows per batch; an incomplete last batch is dropped.
         pack: whether several examples share a row.
-        seed: of the order when shuffling.
+        seed: seed of the order when shuffling.
     """
 
     mixture_or_task_name: settings.Words
@@ -58,10 +58,10 @@ def get_task(name: str) -> seqio.Task | seqio.Mixture:
 
 
 def check_vocabulary(config: DatasetConfig, vocab_size: int) -> None:
-    """Checks that the network has a row for every token of the task.
+    """Checks that the network's vocabulary holds every token of the task.
 
     Raises:
-        ValueError: if it has not.
+        ValueError: if it does not.
     """
     for name, feature in get_task(config.mixture_or_task_name).output_features.items():
         if feature.vocabulary.vocab_size > vocab_size:
@@ -83,11 +83,11 @@ def batches(
     """The whole batches of a split, one after the other.
 
     Args:
-        config: what to read.
+        config: the dataset to read.
         split: for example "train".
         shuffle: whether to shuffle, by the seed.
-        num_epochs: how often the split is gone through; None for ever.
-        skip_batches: how many batches to leave out at the beginning.
+        num_epochs: number of passes over the split; None: unlimited.
+        skip_batches: number of batches to skip at the beginning.
 
     Raises:
         ValueError: if the task or the lengths do not exist or fit, if SeqIO cannot

@@ -1,8 +1,8 @@
 """Blocks of T5 1.1: relative position bias, attention, gated MLP, one layer.
 
-What differs from other Transformers: RMS normalization before each block and no
-biases; attention scores are not divided by sqrt(head_dim), the query kernel starts out
-smaller instead; each head adds a learned number per bucket of relative position to them.
+Differences from other Transformers: RMS normalization before each block and no biases;
+attention scores are not divided by sqrt(head_dim), but the query kernel starts smaller;
+each head adds a learned number per bucket of relative position to the scores.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from t5x_fwdloss.analysis import settings
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
-MASKED = -1e10  # added to scores; finite, so that a row with no key left has no NaN
+MASKED = -1e10  # added to scores; finite, so that a fully masked row has no NaN
 
 FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 FAN_IN_TRUNCATED = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -81,7 +81,7 @@ def relative_position_buckets(
     offset = np.where(distance < 0, buckets, 0) if bidirectional else 0
     distance = np.abs(distance) if bidirectional else np.maximum(distance, 0)
     exact = buckets // 2
-    # The epsilon keeps log(0) away and is part of T5's definition of the edges.
+    # The epsilon avoids log(0) and is part of T5's definition of the edges.
     ratio = distance / exact + np.finfo(np.float32).eps
     growth = np.log(ratio) / np.log(MAX_DISTANCE / exact) * (buckets - exact)
     large = np.minimum(exact + growth.astype(np.int64), buckets - 1)
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         bias: Float[Array, "1 heads length keys"] | None,
         deterministic: bool,
     ) -> Hidden:
-        """Each query's mixture of the values that the mask lets it see."""
+        """Each query's mixture of the values that the mask allows."""
         cfg = self.config
         heads = (cfg.num_heads, cfg.head_dim)
 
@@ -166,7 +166,7 @@ class GatedMlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One layer of the encoder or, if there is something to cross to, the decoder."""
+    """One layer of the encoder or, given encoder states, of the decoder."""
 
     config: T5Config
 

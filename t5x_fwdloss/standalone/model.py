@@ -1,7 +1,7 @@
-"""The network with its loss: what T5X calls a model, for the standalone host.
+"""The network with its loss, a model in T5X's sense, for the standalone host.
 
 `LossMixin` has `loss_fn`, `loss_sum` and `score_batch`, the same code as in the T5X
-models; here are the three things it asks for: logits, settings and metrics.
+models; this class adds the three things it needs: logits, settings and metrics.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ class StandaloneModel(LossMixin):
             module: called like `network.Transformer`.
             label_smoothing: share of the target spread over the other classes, [0, 1).
             z_loss: coefficient of the squared log partition function.
-            loss_normalizing_factor: what the summed loss is divided by: a number,
-                None, or the name of one of T5X's special factors.
+            loss_normalizing_factor: divisor of the summed loss: a number, None, or the
+                name of one of T5X's special factors.
             loss_impl: a name in `losses.IMPLEMENTATIONS`.
             loss_chunk_length: target positions per chunk of the head and the loss;
                 None computes all logits at once.
@@ -53,7 +53,7 @@ class StandaloneModel(LossMixin):
         """The number of classes of the network.
 
         Raises:
-            ValueError: the network has no configuration that says it.
+            ValueError: the network has no configuration with a vocabulary size.
         """
         name = type(self.module).__name__
         config = getattr(self.module, "config", None)
@@ -92,7 +92,7 @@ class StandaloneModel(LossMixin):
 
     def _compute_metrics(
         self,
-        logits: Any,  # or what stands for logits that were never in memory
+        logits: Any,  # or the substitute for logits that were never in memory
         targets: Any,
         mask: Any,
         loss: Any,

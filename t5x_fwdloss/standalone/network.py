@@ -29,7 +29,7 @@ class Embedder(nn.Module):
         self.embedding = self.param("embedding", nn.initializers.normal(1.0), shape)
 
     def __call__(self, tokens: Tokens) -> layers.Hidden:
-        """The row of each token."""
+        """The embedding of each token."""
         return self.embedding.astype(self.config.dtype)[tokens]
 
     def attend(self, query: layers.Hidden) -> Float[Array, "batch length vocab"]:
@@ -103,9 +103,9 @@ class Transformer(nn.Module):
         """Logits of the target tokens, in float32.
 
         Args:
-            encoder_input_tokens: 0 is padding, which nobody attends to.
+            encoder_input_tokens: 0 is padding, which no token attends to.
             decoder_input_tokens: the targets, shifted right.
-            decoder_target_tokens: only read for what is padding.
+            decoder_target_tokens: only read to find the padding.
             encoder_segment_ids: number of the packed example of each token.
             decoder_segment_ids: the same for the targets.
             encoder_positions: not read, since positions are relative; as in T5X.
@@ -140,7 +140,7 @@ class Transformer(nn.Module):
 
 
 def _visible(queries, keys, query_segments, key_segments):
-    """Which query may see which key, `[batch, query, key]`."""
+    """Which query may attend to which key, `[batch, query, key]`."""
     mask = jnp.asarray(queries)[:, :, None] & keys[:, None, :]
     if query_segments is not None:
         mask &= query_segments[:, :, None] == key_segments[:, None, :]

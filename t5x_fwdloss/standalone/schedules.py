@@ -14,8 +14,8 @@ def rsqrt_schedule(
 ) -> optax.Schedule:
     """T5's learning rate: base * min(1, step / warmup) / sqrt(max(step, warmup)).
 
-    It does not depend on how long the run is, so that a run can be prolonged. A rate
-    that is not above zero and a warmup of no steps are refused (`ValueError`).
+    It does not depend on the length of the run, so that a run can be extended. A rate
+    that is not above zero and a warmup of no steps raise `ValueError`.
     """
     settings.check_arguments(rsqrt_schedule, locals(), macros=MACROS)
 

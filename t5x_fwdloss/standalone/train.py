@@ -5,7 +5,7 @@
       --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
       --gin.MODEL_DIR="'/tmp/g2p'"
 
-A run that was stopped goes on from its last checkpoint and ends with the same numbers:
+A run that was stopped resumes from its last checkpoint and ends with the same numbers:
 the order of the batches depends on a seed alone, a step's dropout key on its number.
 """
 
@@ -57,16 +57,16 @@ def train(
 
     Args:
         model: the network and its loss.
-        optimizer: with its learning rate schedule.
-        dataset: what to train and validate on.
+        optimizer: the optimizer, with its learning rate schedule.
+        dataset: the data of training and validation.
         model_dir: folder of checkpoints, TensorBoard events and `config.gin`; a run
-            that finds checkpoints there goes on from the last.
+            that finds checkpoints there resumes from the last.
         total_steps: number of steps, those of earlier runs in `model_dir` included.
         eval_period: steps between two validations; one more comes at the end.
         num_eval_batches: batches of the validation split, always the same.
         checkpoint_period: steps between two checkpoints; one more comes at the end.
         keep_checkpoints: how many of the latest checkpoints to keep; None for all.
-        seed: of the parameters and of dropout.
+        seed: seed of the parameters and of dropout.
         train_split: split to train on.
         eval_split: split to validate on.
         config_text: the gin configuration, written to `model_dir`.
@@ -100,7 +100,7 @@ def train(
             params = checkpoints.restore_params(model_dir, params)[1]
             state = checkpoints.restore_optimizer(model_dir, state)
             _check_restored(params, state, folder / f"checkpoint_{first}")
-            logging.info("Goes on from checkpoint_%d in %s.", first, model_dir)
+            logging.info("Resumes from checkpoint_%d in %s.", first, model_dir)
         batches = data.batches(
             dataset, train_split, shuffle=True, num_epochs=None, skip_batches=first
         )
@@ -136,7 +136,7 @@ def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformati
 
     Returns:
         `train_step(params, state, batch, key) -> (params, state, metrics)`, which
-        uses up its first two arguments, and `eval_step(params, batch) -> metrics`.
+        donates its first two arguments, and `eval_step(params, batch) -> metrics`.
     """
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -154,7 +154,7 @@ def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformati
 
 
 def mean(metrics: Sequence[dict]) -> dict[str, float]:
-    """The values of clu metrics over several batches, token weighted where they are."""
+    """The values of clu metrics over several batches, token-weighted if they are."""
     merged = {
         name: functools.reduce(lambda a, b: a.merge(b), [m[name] for m in metrics])
         for name in (metrics[0] if metrics else ())
@@ -182,7 +182,7 @@ def _check_before_saving(params, state, step, last_step) -> None:
         raise NonFiniteLossError(
             f"The parameters and the optimizer's state must be finite: step {step} gives "
             f"{found}; they were not saved, and the last good checkpoint is the newest: "
-            f"{last}. A lower LEARNING_RATE may help when the run goes on from there."
+            f"{last}. A lower LEARNING_RATE may help when the run resumes from there."
         )
 
 
@@ -190,13 +190,13 @@ def _check_restored(params, state, path) -> None:
     found = _not_finite(params, state)
     if found:
         raise ValueError(
-            f"{path} must be finite: it holds {found}. Move it away, and training goes "
-            "on from the checkpoint before it."
+            f"{path} must be finite: it holds {found}. Move it away, and training "
+            "resumes from the checkpoint before it."
         )
 
 
 def _not_finite(params, state) -> str:
-    """The first value that is not a number, or infinite in the parameters; or nothing."""
+    """The first NaN, or infinity in the parameters; '' if there is none."""
     magnitudes = finite.largest_magnitudes(trees.float_part(params))
     found = [(x, name) for name, x in magnitudes.items() if not math.isfinite(x)]
     magnitudes = finite.largest_magnitudes(trees.float_part(state))

@@ -1,1 +1,1 @@
-"""What an analysis needs of T5X: checkpoint, dataset, optimizer."""
+"""The parts of an analysis that use T5X: checkpoint, dataset, optimizer."""

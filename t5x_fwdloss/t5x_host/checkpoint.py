@@ -1,4 +1,4 @@
-"""Parameters of a T5X checkpoint, on the mesh, with bad input named before restoring.
+"""Parameters of a T5X checkpoint, on the mesh; bad input is named before restoring.
 
 Orbax checkpoints and T5X's older formats both restore, through T5X's own manager.
 """
@@ -30,12 +30,12 @@ NUM_NAMED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds, as the model holds it.
+    """The content of a checkpoint, in the model's form.
 
     Attributes:
         state: T5X's state, laid out over the mesh.
         step: the training step of the checkpoint.
-        path: where it was read.
+        path: the path it was read from.
     """
 
     state: Any
@@ -61,7 +61,7 @@ class Restorer:
         """Parameters as `initializer` would make them, of the checkpoints of `cfg`.
 
         Args:
-            initializer: T5X's; made with `optimizer_def=None` it leaves out the
+            initializer: T5X's; created with `optimizer_def=None` it leaves out the
                 optimizer's state.
             partitioner: T5X's partitioner.
             cfg: T5X's restore configuration; it may rename or transform parameters.
@@ -80,8 +80,8 @@ class Restorer:
     def restore(self, path: str | None = None) -> Restored:
         """The checkpoint at `path`, or at the path of the configuration.
 
-        Either may be a folder of checkpoints, of which the latest is restored. Where
-        there is none, or its parameters do not fit, it is refused (`ValueError`).
+        Either may be a folder of checkpoints, of which the latest is restored. If there
+        is none, or its parameters do not fit, it raises `ValueError`.
         """
         cfg = copy.copy(self._cfg)  # not dataclasses.replace: it would rename twice
         cfg.strict = False  # the optimizer's state is dropped
@@ -96,10 +96,10 @@ class Restorer:
             return self._restored(cfg, found)
 
     def _restored(self, cfg, found) -> Restored:
-        """What T5X restores.
+        """The state that T5X restores.
 
         Raises:
-            ValueError: it restores nothing.
+            ValueError: T5X restores nothing.
         """
         with _restoring(found):
             state, _ = utils.create_checkpoint_manager_and_restore(
@@ -118,10 +118,10 @@ class Restorer:
 
 @contextlib.contextmanager
 def _restoring(path: str) -> Iterator[None]:
-    """Say of whatever T5X raises inside that it could not read this checkpoint.
+    """Turn any error of T5X inside into one that this checkpoint could not be read.
 
-    Its code reads files, and applies what the configuration hands it: only what files
-    or a storage report is called damage, and the rest keeps its type and words.
+    T5X's code reads files and applies the configuration: only errors of files or a
+    storage are called damage, the others keep their type and words.
 
     Raises:
         StorageError: with the path.
@@ -146,7 +146,7 @@ def find_checkpoint(cfg: utils.RestoreCheckpointConfig) -> str:
     That is the path itself, or the latest checkpoint in it, in either mode of T5X.
 
     Raises:
-        ValueError: there is none, with what lies there; or several are asked for.
+        ValueError: there is none, listing what is there; or several are requested.
     """
     if not isinstance(cfg.path, str) or cfg.mode == "all":
         raise ValueError(
@@ -182,16 +182,16 @@ def fit_to_checkpoint(
 
     Models that add parameters to a pretrained one (prompts, adapters) say in their gin
     file how training starts: `assignment_map` leaves the new ones out and
-    `fallback_to_scratch` draws them. What training saved has them all: then both are
-    dropped, as T5X drops them when it resumes. An `assignment_map` that renames
-    parameters of another model is kept.
+    `fallback_to_scratch` draws them. A checkpoint that training saved has them all:
+    then both settings are dropped, as T5X drops them when it resumes. An
+    `assignment_map` that renames parameters of another model is kept.
 
     Args:
         cfg: T5X's restore configuration of one path.
-        found: shapes of the checkpoint's parameters by name; None: not known.
+        found: shapes of the checkpoint's parameters by name; None: unknown.
         wanted: those of the model.
 
-    A checkpoint that lacks parameters, or has others, is refused (`ValueError`).
+    A checkpoint that lacks parameters, or has others, raises `ValueError`.
     """
     cfg.fallback_to_scratch = False
     if cfg.assignment_map is not None and found is not None:
@@ -246,7 +246,7 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def parameter_shapes(path: str) -> dict[str, Any] | None:
-    """Shapes of the parameters of a checkpoint by name; None where T5X must tell."""
+    """Shapes of a checkpoint's parameters by name; None if only T5X can read them."""
     root = epath.Path(path)
     state = root / "state"
     for folder in (state, root):
@@ -272,7 +272,7 @@ def check_parameters(
     """Pass if a checkpoint has the parameters of the model, and no others.
 
     Raises:
-        ValueError: names the first few that differ, with both sides.
+        ValueError: it names the first few that differ, with both sides.
     """
     if found is None or found == wanted:
         return
@@ -289,10 +289,10 @@ def check_parameters(
 
 
 def check_mesh(shapes, axes, mesh_shape: Mapping[str, int]) -> None:
-    """Pass if every dimension that is laid over mesh axes is divided by them.
+    """Pass if mesh axes divide every dimension that is sharded over them.
 
     Raises:
-        ValueError: names the parameter, the dimension and the axis.
+        ValueError: it names the parameter, the dimension and the axis.
     """
     specs = _flat(axes)
     for name, leaf in _flat(shapes).items():

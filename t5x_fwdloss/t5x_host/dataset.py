@@ -1,9 +1,9 @@
 """The fixed list of batches of an analysis, from a T5X `DatasetConfig`.
 
 A batch is one global array per feature, laid out over the mesh as T5X's trainer lays out
-its batches. Every process reads all examples of the few batches and keeps what its devices
-hold: shards of the data, as a trainer reads them, would put other examples into a batch, or
-in another order, for each number of processes.
+its batches. Every process reads all examples of the few batches and keeps its devices'
+part: with shards of the data, as a trainer reads them, a batch's examples or their
+order would depend on the number of processes.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def load_batches(
             of batches must be the same in every run.
         num_batches: how many batches; the data must have that many.
         partitioner: T5X's partitioner.
-        feature_converter_cls: of the model.
+        feature_converter_cls: the model's feature converter.
 
     Raises:
         ValueError: unknown task, a batch size that the mesh does not divide, data that
@@ -83,9 +83,9 @@ def load_batches(
 
 
 def check_config(cfg: utils.DatasetConfig) -> None:
-    """Pass if the fields of T5X's dataset configuration have the types it asks for.
+    """Pass if the fields of T5X's dataset configuration have the right types.
 
-    `ValueError` names the first that has not, as gin's macro.
+    `ValueError` names the first with a wrong type, by gin's macro.
     """
     names = {"use_cached": "USE_CACHED_TASKS", "module": "MIXTURE_OR_TASK_MODULE"}
     for name, kind in CONFIG.items():
@@ -134,7 +134,7 @@ def check_vocabularies(
         verify: T5X's `verify_matching_vocabs` or a function like it.
 
     Raises:
-        ValueError: if they differ, or the task has no single vocabulary a side.
+        ValueError: if they differ, or the task has not exactly one vocabulary per side.
     """
     try:
         verify(cfg, model)
@@ -159,7 +159,7 @@ def check_batch_size(batch_size: int, data_mesh_size: int) -> None:
 
 
 def check_mesh(partitioner: partitioning.BasePartitioner) -> None:
-    """Pass if T5X's partitioner lays out its mesh over the devices that are there.
+    """Pass if T5X's partitioner can lay out its mesh over the present devices.
 
     Raises:
         ValueError: with the reason, such as a number of partitions that does not divide

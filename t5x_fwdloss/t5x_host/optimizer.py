@@ -1,4 +1,4 @@
-"""What the optimizer in a T5X checkpoint multiplies a gradient by."""
+"""The preconditioner of the optimizer in a T5X checkpoint."""
 
 import copy
 from typing import Any
@@ -25,7 +25,7 @@ def load(
     """The preconditioner of the checkpoint's optimizer, at its step.
 
     Args:
-        initializer: T5X's, made with the model's own `optimizer_def`.
+        initializer: T5X's, created with the model's own `optimizer_def`.
         partitioner: T5X's partitioner.
         cfg: T5X's restore configuration.
         use_orbax: False only for T5X's single-file checkpoints.
@@ -40,8 +40,8 @@ def load(
         restored = restorer.restore()
     except ValueError as error:
         raise ValueError(
-            "What is preconditioned needs the state of the optimizer in the file of the "
-            f"model, from the checkpoint too: {error}"
+            "Preconditioned measurements need the optimizer in the model's gin file, "
+            f"with its state in the checkpoint: {error}"
         ) from error
     optimizer = restored.state._optimizer
     rate = optimizer_lib.at_step(learning_rate, restored.step)
@@ -49,7 +49,7 @@ def load(
 
 
 def name_of(definition: Any) -> str:
-    """The name of a T5X optimizer, or of the one of optax that it wraps."""
+    """The name of a T5X optimizer, or of the optax optimizer that it wraps."""
     if not isinstance(definition, optimizers.OptaxWrapper):
         return type(definition).__name__
     like = {"kernel": jax.ShapeDtypeStruct((2, 2), jnp.float32)}
@@ -70,7 +70,7 @@ def of_t5x(
         return _of_adafactor(definition, optimizer.state, params, learning_rate)
 
     def update(gradient, state, params):
-        # An optimizer of optax has its own learning rate; the others multiply by this.
+        # An optax optimizer has its own learning rate; the others multiply by this.
         hyper_params = definition.update_hyper_params(learning_rate=1.0)
         new, state = definition.apply_gradient(hyper_params, params, state, gradient)
         return jax.tree.map(jnp.subtract, new, params), state
@@ -81,8 +81,8 @@ def of_t5x(
 
 
 def _of_adafactor(definition, state, params, learning_rate):
-    # With a momentum of zero, what it keeps is the step itself, which the parameters
-    # would round away.
+    # With a momentum of zero, the momentum state is the step itself, which the
+    # parameters would round away.
     plain = copy.copy(definition)
     plain.dtype_momentum = jnp.float32
     hyper_params = definition.hyper_params.replace(learning_rate=1.0, beta1=0.0)

@@ -44,7 +44,7 @@ def test_results_count_microbatches_as_such(tmp_path):
     directions, _, comparison = document["measurements"]
     assert directions["results"]["loss_spread_over_batches"]["count"] == 2
     assert comparison["notes"][0] == (
-        "Memory and time are those of one microbatch, of which each batch has 2."
+        "Memory and time are those of one microbatch; the number per batch is 2."
     )
 
 

@@ -279,7 +279,7 @@ def test_what_did_not_converge_is_said_wherever_it_is_shown(finished_run):
     # A failure is worse, and said in its place.
     failed = {"name": "broken", "status": "failed", "reason": "it must be so"}
     page = render(document | {"measurements": [failed]}, [result], {})
-    assert "Stopped by a number that cannot be: broken.<" in page
+    assert "Stopped by an impossible number: broken.<" in page
     assert "Not converged in part" not in page
 
 

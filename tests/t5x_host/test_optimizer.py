@@ -158,6 +158,6 @@ def test_a_state_that_cannot_be_restored_is_told_what_needed_it(monkeypatch):
     def restore():
         raise ValueError("The checkpoint /c could not be read: KeyError: 'v_row'.")
 
-    sentence = "What is preconditioned needs .*, from the checkpoint too: The .*'v_row'"
+    sentence = "Preconditioned .* with its state in the checkpoint: The .*'v_row'"
     with pytest.raises(ValueError, match=sentence):
         load(monkeypatch, restore)

@@ -1,10 +1,10 @@
-r"""The losses beside each other, on this model, this checkpoint, these batches.
+r"""The losses compared, on this model, this checkpoint and these batches.
 
-The reference is `custom_vjp`, T5X's own rule. For each candidate: how far its value,
-gradient and directional derivative are from the reference's, what one value and gradient
-and one jvp of the first batch (or microbatch) take in temporary memory, and how long in
-units of the reference's value and gradient (medians of interleaved runs). It answers
-which loss to train with.
+The reference is `custom_vjp`, T5X's own rule. For each candidate: the differences of
+its value, gradient and directional derivative from the reference's, the temporary
+memory of one value and gradient and of one jvp of the first batch (or microbatch), and
+their times in units of the reference's value and gradient (medians of interleaved
+runs). It answers which loss to train with.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ class LossComparison(Measurement):
     Attributes:
         name: name in the results.
         implementations: names of `losses.IMPLEMENTATIONS`.
-        chunk_lengths: lengths of the chunked head to try, beside no chunks.
-        num_rounds: interleaved timings of each program; 0 for none.
+        chunk_lengths: chunk lengths of the head to try, besides no chunks.
+        num_rounds: interleaved timings of each compiled function; 0 for none.
     """
 
     name: settings.Words = "loss_comparison"
@@ -50,7 +50,7 @@ class LossComparison(Measurement):
         """Check that there is a model whose loss can be exchanged.
 
         Raises:
-            ValueError: the objective was not made from a model.
+            ValueError: the objective was not built from a model.
         """
         if context.objective.model is None:
             raise ValueError(
@@ -72,7 +72,7 @@ class LossComparison(Measurement):
         pieces = context.objective.num_microbatches
         if pieces > 1:
             notes.append(
-                "Memory and time are those of one microbatch, of which each batch has "
+                "Memory and time are those of one microbatch; the number per batch is "
                 f"{pieces}."
             )
         programs = {"reference": _value_and_gradient(reference, context.params)}

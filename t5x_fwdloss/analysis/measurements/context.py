@@ -1,4 +1,4 @@
-"""What a measurement is given, and what a run reads of it."""
+"""The context of a measurement, and the protocol that a run reads."""
 
 import dataclasses
 import functools
@@ -35,14 +35,14 @@ class Context:
         params: the checkpoint's parameters, float32 or wider, on their mesh.
         seed: the run's seed.
         load_params: path of another checkpoint to its parameters.
-        state_path: measurement name to the folder where it may save how far it is.
+        state_path: measurement name to the folder of its intermediate state.
         is_primary: whether this process writes and shows progress.
-        memory_budget: bytes per device that products may keep; None: half of the free.
+        memory_budget: bytes per device for products; None: half of the free memory.
         fold: whether linearized products are rewritten to read less memory.
-        load_preconditioner: what the checkpoint's optimizer multiplies a gradient by.
-        vectors_path: measurement name to the folder where it leaves vectors.
-        vectors: measurement name to how many vectors it will leave.
-        checks: what the run has checked of itself, before it used it.
+        load_preconditioner: loads the preconditioner of the checkpoint's optimizer.
+        vectors_path: measurement name to the folder of its vectors.
+        vectors: measurement name to the number of its vectors.
+        checks: the run's own checks of its products, before their use.
     """
 
     objective: Objective
@@ -93,7 +93,7 @@ class Context:
         return self._gradient
 
     def check_preconditioner(self, what: str) -> None:
-        """Refuse what needs the optimizer's state where it cannot be read.
+        """Reject a setting that needs the optimizer's state if it cannot be read.
 
         The state is read here, before anything is measured.
 
@@ -103,17 +103,17 @@ class Context:
         if self.load_preconditioner is None:
             raise ValueError(
                 f"{what} needs a run that can read the state of the checkpoint's "
-                "optimizer: this one has no way to."
+                "optimizer: this one cannot."
             )
         self.preconditioner()
 
     @property
     def loaded_preconditioner(self) -> Preconditioner | None:
-        """The preconditioner where a measurement has asked for it; else None."""
+        """The preconditioner if a measurement requested it; else None."""
         return self._preconditioner
 
     def preconditioner(self) -> Preconditioner:
-        """What the checkpoint's optimizer multiplies a gradient by, computed once.
+        """The preconditioner of the checkpoint's optimizer, computed once.
 
         A checkpoint without the state of the optimizer raises `ValueError`.
         """
@@ -126,7 +126,7 @@ class Context:
         return self._preconditioner
 
     def saved_vectors(self, name: str) -> list[PyTree]:
-        """The vectors that a measurement earlier in the run has left.
+        """The vectors that an earlier measurement of the run saved.
 
         A small space has fewer of them than `vectors` says.
         """
@@ -163,7 +163,7 @@ class Context:
                 checkpoint's.
         """
         if self._linear is None or self._linear[0] != matrix:
-            # What was kept for another matrix is noted, and given up first.
+            # The product of another matrix is noted, and dropped first.
             self._products = self.products
             self._linear = None
             found = self.objective.product(
@@ -193,11 +193,11 @@ class Context:
         """The end of one step, the same on every process: a place to save and leave.
 
         Args:
-            save: saves how far the measurement is; None: it begins again when resumed.
-            due: whether it is time to save, told to leave or not.
+            save: saves the measurement's state; None: it starts over when resumed.
+            due: whether to save now, even without a signal to stop.
 
         Raises:
-            Preempted: the run was told to leave, by SIGTERM; it is saved.
+            Preempted: SIGTERM stopped the run; its state is saved.
         """
         told = preemption.told()
         if save is not None and (due or told):
@@ -219,7 +219,7 @@ class Context:
         save_every: int = 1,
         note: Callable[[Any], str] = lambda _: "",
     ) -> Estimate:
-        """Runs an estimator from its saved state on, if there is one, and saves and shows it.
+        """Runs an estimator, from its saved state if any; saves and shows its progress.
 
         Args:
             name: the measurement's name.
@@ -227,10 +227,10 @@ class Context:
             total: how many products it takes, at most.
             estimate: the estimator; called with `on_step` and `state`.
             save_every: products between two saved states.
-            note: how a state stands, in a few words.
+            note: a state's progress, in a few words.
 
         Returns:
-            What the estimator returns.
+            The estimator's result.
         """
         saved = SavedState(self.state_path(name), self.is_primary)
         state = saved.restore(trees.float_part(self.params), state_class)
@@ -250,12 +250,12 @@ class Context:
 class Measurement(Protocol):
     """A frozen dataclass of settings that gin can bind, and what it measures.
 
-    A measurement inherits from it; what is said here holds where it says nothing else.
-    Its settings are checked by their annotations (`t5x_fwdloss.analysis.settings`), and
-    are part of the run's identity, as is the name of its class.
+    A measurement inherits from it and overrides the defaults. Its settings are checked
+    by their annotations (`t5x_fwdloss.analysis.settings`), and are part of the run's
+    identity, as is the name of its class.
 
     Attributes:
-        name: its name in the results and of its files, unlike all others of a run.
+        name: its name in the results and of its files, unique in a run.
         needs_forward_mode: whether the loss must have forward mode.
     """
 
@@ -283,17 +283,17 @@ class Measurement(Protocol):
         return ()
 
     def check_settings(self, earlier: Sequence["Measurement"]) -> None:
-        """Refuse settings that do not go together, before anything is read.
+        """Reject settings that do not fit each other, before anything is read.
 
         Args:
             earlier: the measurements before it in the run.
         """
 
     def validate(self, context: Context) -> None:
-        """Refuse settings that cannot work, before anything is compiled."""
+        """Reject settings that cannot work, before anything is compiled."""
 
     def run(self, context: Context) -> MeasurementResult:
-        """Measure, from what `context.step` saved on if there is anything."""
+        """Measure, resuming from the state that `context.step` saved, if any."""
         ...
 
     def plots(self) -> Sequence[Plot]:

@@ -39,20 +39,20 @@ class SpectralDensity(MatrixMeasurement):
     Nodes and weights of every probe go into the .npz file: width, grid and axes of a
     plot can be chosen afterwards (`t5x_fwdloss.curvature.estimators.smoothing`).
 
-    Results: `trace` and `frobenius_norm`; `negative_fraction`, the part of the
-    eigenvalues below `-zero_level`; `zero_fraction`, the part within `zero_level` of zero,
-    which is zero up to rounding; `zero_level` itself, 10 eps sqrt(steps) times the
-    largest magnitude of a node, with eps the unit of rounding of the vectors, or the
-    measured rounding of products in a narrower type; the largest and the smallest node. Errors are standard errors over probes. They leave out
-    what too few steps cannot tell apart: an eigenvalue's sign is that of the node that
-    stands for it.
+    Results: `trace` and `frobenius_norm`; `negative_fraction`, the fraction of
+    eigenvalues below `-zero_level`; `zero_fraction`, the fraction within `zero_level`
+    of zero, which are zero up to rounding; `zero_level` itself, 10 eps sqrt(steps)
+    times the largest magnitude of a node, with eps the unit of rounding of the vectors,
+    or the measured rounding of products in a narrower type; the largest and the
+    smallest node. Errors are standard errors over probes, without the error of too few
+    steps: an eigenvalue gets the sign of the node that stands for it.
 
     Attributes:
         num_probes: number of random probes; the band of the density is over them.
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run goes on from there.
+        save_every: steps between two saved states; a preempted run resumes from there.
     """
 
     num_probes: settings.Positive = 4
@@ -149,7 +149,7 @@ def _arrays(samples) -> dict[str, np.ndarray]:
 
 
 def _density(result: MeasurementResult) -> Figure | None:
-    """The density of the eigenvalues with its band, as it is and by magnitude."""
+    """The density of the eigenvalues with its band, by value and by magnitude."""
     found = spectral_samples(result)
     left, right = figures.panels(2, columns=2)
     for axis, samples in (
@@ -180,7 +180,7 @@ def _density(result: MeasurementResult) -> Figure | None:
 
 
 def spectral_samples(result: MeasurementResult) -> SpectralSamples:
-    """The nodes and weights that a density's arrays hold."""
+    """The nodes and weights in a density's arrays."""
     nodes, weights = result.arrays["nodes"], result.arrays["weights"]
     return SpectralSamples(
         nodes=[row[~np.isnan(row)] for row in nodes],
@@ -192,5 +192,5 @@ def spectral_samples(result: MeasurementResult) -> SpectralSamples:
 
 
 def _floor(values):
-    # Below one part in a million of the peak a smooth density is its smoothing.
+    # Below one part in a million of the peak a density shows only its smoothing.
     return max(values.max() * 1e-6, values[values > 0].min())

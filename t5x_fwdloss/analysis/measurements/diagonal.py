@@ -37,9 +37,9 @@ class Diagonal(MatrixMeasurement):
     Each entry has its own standard error, from the same probes. By layer, as fractions
     of its entries: `negative_fraction`, those below zero by more than their error;
     `zero_fraction`, those that are zero up to rounding, within 10 eps times the largest
-    magnitude of an entry; `undecided_fraction`, those whose sign more probes would tell.
-    The error here is Student's one-sided quantile at `SIGN_LEVEL` times the standard
-    error, so that about one entry in a thousand is given a sign that it does not have.
+    magnitude of an entry; `undecided_fraction`, those whose sign needs more probes. The
+    error here is Student's one-sided quantile at `SIGN_LEVEL` times the standard error,
+    so that about one entry in a thousand is given a sign that it does not have.
 
     Attributes:
         num_probes: number of random sign vectors.
@@ -52,7 +52,7 @@ class Diagonal(MatrixMeasurement):
     max_saved: settings.Count = 1_000_000
 
     def run(self, context: Context) -> MeasurementResult:
-        """Draw the probes, from the saved running mean on if there is one."""
+        """Draw the probes, resuming from the saved running mean, if any."""
         found = context.resumed(
             self.name,
             ProbeState,

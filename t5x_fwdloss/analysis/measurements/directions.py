@@ -2,7 +2,7 @@ r"""Loss, slope and curvature along directions.
 
 Along a unit vector $v$ the loss is $L(\theta + t v) = L + t \langle g, v \rangle +
 \tfrac{t^2}{2} \langle v, H v \rangle + O(t^3)$. The first three numbers are measured,
-and the loss itself at some $t$, so that the report shows how far the model reaches.
+and the loss itself at some $t$, so that the report shows where the model holds.
 """
 
 import dataclasses
@@ -34,22 +34,22 @@ NORMALIZATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class DirectionalDerivatives(Measurement):
-    """The loss along gradients, random directions, eigenvectors, to other checkpoints.
+    """The loss along gradients, random directions, eigenvectors and checkpoints.
 
     Attributes:
         name: name in the results.
         along_gradient: whether the normalized gradient is a direction.
-        along_preconditioned_gradient: whether the gradient times what the checkpoint's
-            optimizer multiplies it by is one.
+        along_preconditioned_gradient: whether the gradient, preconditioned by the
+            checkpoint's optimizer, is one.
         num_random: number of seeded random directions, Gaussian.
-        random_normalization: 'vector' takes them as they are; 'leaf' and 'filter' give
-            each parameter, or each filter of it, the norm that it has in the checkpoint
-            (Li et al. 2018). All are of norm one in the end.
+        random_normalization: 'vector' keeps their scale; 'leaf' and 'filter' give each
+            parameter, or each filter of it, the norm that it has in the checkpoint (Li
+            et al. 2018). All are then scaled to norm one.
         eigenvectors_of: name of a measurement before this one that saves eigenvectors;
             each is a direction.
         checkpoints: paths of checkpoints; the direction is their parameters minus these.
         num_points: number of points at which the loss itself is computed; 0 for none.
-        relative_radius: how far the points reach, in units of the parameters' norm.
+        relative_radius: the points' largest distance, in units of the parameters' norm.
     """
 
     needs_forward_mode: ClassVar = True
@@ -71,7 +71,7 @@ class DirectionalDerivatives(Measurement):
 
     @property
     def optimizer_setting(self) -> str:
-        """The setting of the preconditioned gradient, where that is a direction."""
+        """The setting of the preconditioned gradient, if that is a direction."""
         setting = "along_preconditioned_gradient"
         return setting if self.along_preconditioned_gradient else ""
 
@@ -82,7 +82,7 @@ class DirectionalDerivatives(Measurement):
             earlier: the measurements before this one.
 
         Raises:
-            ValueError: there is none, or no measurement that leaves the eigenvectors.
+            ValueError: there is none, or no earlier measurement saves the eigenvectors.
         """
         names = [x.name for x in earlier if x.num_vectors]
         if self.eigenvectors_of and self.eigenvectors_of not in names:
@@ -107,7 +107,7 @@ class DirectionalDerivatives(Measurement):
         """Check that the optimizer's state and other checkpoints load and fit.
 
         Raises:
-            ValueError: they do not, or there is no way to load.
+            ValueError: they do not, or the run cannot load them.
         """
         if self.along_preconditioned_gradient:
             context.check_preconditioner(
@@ -200,8 +200,8 @@ class DirectionalDerivatives(Measurement):
         return trees.axpy(-1.0, here, there)
 
     def _with_rounding(self, context, numbers) -> dict[str, Number]:
-        # The norm of a gradient that was rounded is too large on average; its
-        # derivative along the same direction, rounded anew, is not.
+        # The norm of a rounded gradient is too large on average; its derivative along
+        # the same direction, rounded anew, is not.
         length = numbers["gradient_norm"].value
         if length == 0.0:
             return numbers
@@ -251,7 +251,7 @@ class DirectionalDerivatives(Measurement):
             floats = trees.float_part(context.params)
             reach = self.relative_radius * float(trees.norm(floats))
             if curvature > 0 and slope:
-                # Twice the way to the minimum shows the bowl; far beyond it does not.
+                # Twice the distance to the minimum shows the bowl; much more does not.
                 reach = min(reach, 2 * abs(slope) / curvature)
             steps = np.linspace(-reach, reach, self.num_points)
         losses = [

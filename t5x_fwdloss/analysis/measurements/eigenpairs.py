@@ -39,13 +39,13 @@ class Eigenpairs(MatrixMeasurement):
     """Eigenvalues at both ends of a spectrum, each with its true residual.
 
     A pair is converged if its true residual is at most `tolerance` times its own
-    magnitude, plus what rounding leaves: 10 eps sqrt(products) times the largest
-    magnitude, with eps the unit of rounding of the vectors; where the network multiplies
-    in a narrower type than float32, twice the measured noise of its products times the
-    largest magnitude. And its place must be
-    settled: a fresh random vector, orthogonal to what was found, showed no further
-    eigenvalue in front of it, with a chance of one in a hundred to miss one. The array
-    `allowed` holds the largest residual of each converged pair.
+    magnitude, plus the level of rounding: 10 eps sqrt(products) times the largest
+    magnitude, with eps the unit of rounding of the vectors; where the network
+    multiplies in a narrower type than float32, twice the measured noise of its products
+    times the largest magnitude. Its place must be settled, too: a fresh random vector,
+    orthogonal to the found ones, showed no further eigenvalue in front of it, with a
+    chance of one in a hundred to miss one. The array `allowed` holds the largest
+    residual of each converged pair.
 
     Attributes:
         num_largest: pairs wanted at the upper end.
@@ -56,9 +56,9 @@ class Eigenpairs(MatrixMeasurement):
         max_basis: largest number of vectors held at once; None: three for each pair and
             ten more.
         basis_on_host: whether the vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run goes on from there.
-        num_starts: random start vectors. Where eigenvalues are known to occur several
-            times, as many find them sooner; one finds them too.
+        save_every: steps between two saved states; a preempted run resumes from there.
+        num_starts: random start vectors. One suffices; if eigenvalues are known to
+            occur several times, as many start vectors find them sooner.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
             `<name>_vectors`, as directions of the parameters.
     """
@@ -86,7 +86,7 @@ class Eigenpairs(MatrixMeasurement):
         return (self.num_largest + self.num_smallest) * self.save_eigenvectors
 
     def check_settings(self, earlier: Sequence[Measurement]) -> None:
-        """Check that a pair is wanted, and that the basis has room for it.
+        """Check that at least one pair is wanted, and that the basis has room.
 
         Raises:
             ValueError: no pair is wanted, or `max_basis` is too small.
@@ -161,7 +161,7 @@ class Eigenpairs(MatrixMeasurement):
         return cosines
 
     def _save(self, context, found):
-        # In place of what a run that was killed here may have written.
+        # Replaces what a run that was killed here may have written.
         vector_store.save_all(
             context.vectors_path(self.name),
             (self.direction(context, vector) for vector in found.eigenvectors),
@@ -169,17 +169,17 @@ class Eigenpairs(MatrixMeasurement):
         )
 
     def _rounding(self, context, found, noise) -> np.ndarray:
-        r"""What rounding does to each eigenvalue, from one product each, drawn anew.
+        r"""The effect of rounding on each eigenvalue, from one product each, drawn anew.
 
         An eigenvalue of $A$ lies within the true residual of a pair, which is at most
-        $\|\tilde A y - \theta y\| + \|(A - \tilde A) y\|$ for a pair of what rounding
-        makes of $A$. The second norm is measured by products drawn anew. The change of
-        $\langle y, \tilde A y\rangle$ alone is smaller, but does not show what rounding
-        does to all draws alike: T5 1.1 small has eigenvalues smaller by 2 to 3 % in
-        bfloat16, and draws that differ by 0.6 %.
+        $\|\tilde A y - \theta y\| + \|(A - \tilde A) y\|$ for a pair of the rounded map
+        $\tilde A$. The second norm is measured by products rounded anew. The change of
+        $\langle y, \tilde A y\rangle$ alone is smaller, but does not show the part of
+        rounding common to all draws: T5 1.1 small has eigenvalues smaller by 2 to 3 %
+        in bfloat16, and draws that differ by 0.6 %.
 
-        The changes relative to the eigenvalue are much alike: all pairs share theirs.
-        Of few pairs each is drawn anew every time.
+        The changes relative to the eigenvalue are similar: all pairs share theirs. With
+        few pairs, each one is rounded anew in every draw.
         """
         values, count = found.eigenvalues, len(found.eigenvalues)
         sizes = np.abs(values) + noise * found.scale
@@ -194,7 +194,7 @@ class Eigenpairs(MatrixMeasurement):
             for i in chosen:
                 y = found.eigenvectors[i]
                 again = float(trees.norm(trees.axpy(-values[i], y, product(y))))
-                # The residual is no part of the change, and orthogonal to chance.
+                # Without the residual, which is orthogonal to random errors.
                 change = max(again**2 - float(found.residuals[i]) ** 2, 0.0)
                 squares.append(change / sizes[i] ** 2)
             return {"relative": float(np.sqrt(np.mean(squares)))}
@@ -243,28 +243,28 @@ class Eigenpairs(MatrixMeasurement):
         )
 
     def _notes(self, found, names) -> list[str]:
-        """What to know of pairs that are not converged, and of the space."""
+        """Notes on pairs that are not converged, and on the space."""
         missing = _chosen(names, found.residuals > found.allowed)
         unsettled = _chosen(names, ~np.array(found.settled))
         notes = []
         if missing:
             notes.append(
                 f"Not converged after {found.num_steps} steps to a relative residual "
-                f"of {self.tolerance:g}: {missing}. More max_steps, or a larger "
-                "tolerance, would do; the residuals are true either way."
+                f"of {self.tolerance:g}: {missing}. Raise max_steps or "
+                "tolerance; the residuals are true either way."
             )
         if unsettled:
             notes.append(
                 f"Places that are not settled after {found.num_steps} steps: "
                 f"{unsettled}. Each is an eigenvalue within its residual, but a fresh "
                 "random start has not yet shown that none in front of it was "
-                "overlooked. More max_steps would do, or a larger max_basis where it is "
+                "overlooked. Raise max_steps, or max_basis where it is "
                 "set."
             )
         if found.exhausted:
             notes.append(
                 "The Krylov space became invariant: it holds every eigenvector that "
-                "the start vectors can see."
+                "the start vectors have a part in."
             )
         return notes
 
@@ -273,10 +273,10 @@ _ENDS = ("largest_", "smallest_")
 
 
 def _with_noise(found, noise):
-    """The pairs, their residuals judged with the rounding of their own product.
+    """The pairs, with the rounding of their own products allowed in their residuals.
 
-    The steps end where estimated residuals come down to the noise of the steps'
-    products; the true ones hold that of the last product besides.
+    The steps end where estimated residuals reach the noise of the steps' products; the
+    true ones also contain that of the last product.
     """
     allowed = found.allowed + noise * found.scale
     converged = (found.residuals <= allowed) & np.asarray(found.settled)
@@ -349,7 +349,7 @@ def _convergence(result: MeasurementResult) -> Figure | None:
     right.axhline(1.0, color=FAINT, linestyle="--", linewidth=1)
     left.set_title("Ritz values")
     right.set_title("estimated residuals; dashed: allowed")
-    right.set_ylabel("relative to what is allowed")
+    right.set_ylabel("relative to the allowed residual")
     for axis in (left, right):
         figures.count_along(axis)
         axis.set_xlabel("products")

@@ -69,7 +69,7 @@ class GroupTraces(MatrixMeasurement):
         return self.parts(context, self.groups or by_layer(context.params))
 
     def run(self, context: Context) -> MeasurementResult:
-        """Draw the probes, from the saved sums on if there are any."""
+        """Draw the probes, resuming from the saved sums, if any."""
         masks = self.masks(context)
         found = context.resumed(
             self.name,
@@ -158,9 +158,9 @@ class GroupTraces(MatrixMeasurement):
 
 
 def labels_of(names: Iterable[str]) -> dict[str, str]:
-    """The names of groups as parts of names of numbers: '.' in the place of '/'.
+    """The names of groups in names of results: '.' instead of '/'.
 
-    Names that would then be the same, 'a/b' and 'a.b', stay as they are.
+    Names that would then coincide, 'a/b' and 'a.b', are kept.
     """
     short = {name: name.replace("/", ".") for name in names}
     shared = collections.Counter(short.values())

@@ -1,8 +1,8 @@
-r"""Which matrix a measurement is of: the whole, a group's block, preconditioned, damped.
+r"""The matrix of a measurement: whole or a group's block, preconditioned, damped.
 
 With $A$ the matrix that is named, $P$ the projection on a parameter group and
-$D^2$ the diagonal that the checkpoint's optimizer multiplies a gradient by at its step,
-up to its learning rate (see `t5x_fwdloss.analysis.optimizer`), it is
+$D^2$ the diagonal preconditioner of the checkpoint's optimizer at its step, up to its
+learning rate (see `t5x_fwdloss.analysis.optimizer`), it is
 
 $$ P D A D P + \lambda P, \qquad D = I \text{ unless preconditioned}, $$
 
@@ -29,7 +29,7 @@ from t5x_fwdloss.curvature.vectors.trees import Matvec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixMeasurement(Measurement):
-    """A measurement of a matrix, or of what group, optimizer and damping make of it.
+    """A measurement of a matrix, transformed by group, optimizer and damping.
 
     Attributes:
         matrix: 'hessian', 'gauss_newton', 'fisher', 'sampled_fisher' or
@@ -37,9 +37,8 @@ class MatrixMeasurement(Measurement):
         name: name in the results; None: matrix and quantity, such as 'hessian_trace'.
         group: a regular expression for the whole path of parameters, such as
             'decoder/.*': only their diagonal block is measured; None: all of it.
-        preconditioned: whether by what the checkpoint's optimizer multiplies a gradient
-            by at its step.
-        damping: what is added to every eigenvalue.
+        preconditioned: whether by the checkpoint's optimizer at its step.
+        damping: the constant added to every eigenvalue.
     """
 
     matrix: Annotated[str, settings.one_of(*matrices.WORDS)] = "hessian"
@@ -61,7 +60,7 @@ class MatrixMeasurement(Measurement):
 
     @property
     def optimizer_setting(self) -> str:
-        """The setting that asks for the matrix as the optimizer sees it."""
+        """The setting that asks for the preconditioned matrix."""
         return "preconditioned" if self.preconditioned else ""
 
     @property
@@ -133,7 +132,7 @@ class MatrixMeasurement(Measurement):
         return "1" if context.preconditioner().includes_learning_rate else "1/η"
 
     def stability(self, context: Context) -> dict[str, Number]:
-        """The eigenvalue above which the optimizer's steps diverge, where it is known.
+        """The eigenvalue above which the optimizer's steps diverge, if it is known.
 
         Nothing unless preconditioned, or where damping moves the eigenvalues.
         """
@@ -153,7 +152,7 @@ class MatrixMeasurement(Measurement):
         return {"stability_threshold_times_learning_rate": Number(found.threshold, "1")}
 
     def optimizer_notes(self, context: Context) -> tuple[str, ...]:
-        """What a reader must know of the optimizer to compare with the threshold."""
+        """Notes on the optimizer for a comparison with the threshold."""
         if not self.preconditioned:
             return ()
         found = context.preconditioner()
@@ -190,7 +189,7 @@ class MatrixMeasurement(Measurement):
     def product(
         self, context: Context, block_size: int = 1, at: PyTree | None = None
     ) -> Matvec:
-        """The product with what group, optimizer and damping make of the matrix.
+        """The product with the matrix transformed by group, optimizer and damping.
 
         Args:
             context: the run.
@@ -211,7 +210,7 @@ class MatrixMeasurement(Measurement):
     def one_probe(
         self, context: Context, at: PyTree | None, **settings: Any
     ) -> ProbeEstimates:
-        """What a single probe tells: enough to see how far rounding moves an estimate.
+        """The estimate from a single probe: enough to measure the effect of rounding.
 
         Args:
             context: the run.

@@ -1,21 +1,21 @@
 r"""How far a network's rounding moves a number: the number is computed again, K times.
 
 A network that multiplies matrices in bfloat16 rounds its parameters, activations and
-tangents, and what is computed from it differs from what exact arithmetic would give by
-an amount that neither a residual nor a standard error contains. At the parameters
+tangents, and its results differ from those of exact arithmetic by an amount that
+neither a residual nor a standard error contains. At the parameters
 
 $$ \theta_k = \theta \odot (1 + u\, \xi_k), \qquad \xi_k \sim U[-1, 1], $$
 
-with $u$ the unit roundoff of that type, everything is rounded anew, and no parameter is
-changed by more than rounding it could. With $x$ the number and $x_k$
-the same at $\theta_k$, the error is $c \sqrt{\frac1K \sum_k (x_k - x)^2}$. With $K = 3$
-and $c = 2.5$ it covers 99 % of the time where x and the $x_k$ scatter alike, and is then
-about four times as large as the actual deviation. It needs no network of higher
-precision, and one or two products for each $x_k$.
+with $u$ the unit roundoff of that type, everything is rounded anew, and no parameter
+changes by more than a rounding error. With $x$ the number and $x_k$ the same at
+$\theta_k$, the error is $c \sqrt{\frac1K \sum_k (x_k - x)^2}$. With $K = 3$ and
+$c = 2.5$ it covers 99 % of the time if x and the $x_k$ scatter alike, and is then about
+four times as large as the actual deviation. It needs no network of higher precision,
+and one or two products for each $x_k$.
 
-What rounding does to all draws alike does not show in their scatter. Where it matters, at
-the ends of a spectrum, $x$ is a whole product instead and the error the norm of its
-change, with $c = 1.5$ (see `measurements/eigenpairs.py`).
+An effect of rounding that is common to all draws does not show in their scatter. Where
+it matters, at the ends of a spectrum, $x$ is a whole product instead and the error is
+the norm of its change, with $c = 1.5$ (see `measurements/eigenpairs.py`).
 
 References:
   Parker 1997, Monte Carlo arithmetic: exploiting randomness in floating-point
@@ -47,7 +47,7 @@ class Rounding:
     """The rounding of a network whose products are of a type narrower than float32.
 
     Attributes:
-        dtype: that type, or the one that there is: then all errors are zero.
+        dtype: that type; where it is not narrower than float32, all errors are zero.
         matters: whether it is narrower than float32.
     """
 
@@ -57,7 +57,7 @@ class Rounding:
         Args:
             dtype: the narrowest type of an operand of a matrix product.
             params: the parameters, float32 or wider.
-            key: what the perturbations depend on.
+            key: the key of the perturbations.
             setting: the gin binding that removes the rounding, if it is known.
         """
         self.dtype = dtype
@@ -66,14 +66,14 @@ class Rounding:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to tell the reader of a measurement; nothing where it does not matter."""
+        """The note for a measurement's reader; none where rounding does not matter."""
         if not self.matters:
             return ()
         remedy = self._setting or "an activation dtype of float32"
         return (
-            f"The network multiplies in {self.dtype}: the errors contain what its "
-            f"rounding does, measured by {NUM_DRAWS} computations at parameters that "
-            f"differ by less than {self.dtype} can tell. {remedy} removes it, with the "
+            f"The network multiplies in {self.dtype}: the errors include its "
+            f"rounding, measured by {NUM_DRAWS} computations at parameters that "
+            f"differ by less than {self.dtype} resolves. {remedy} removes it, with the "
             "same checkpoint.",
         )
 
@@ -83,12 +83,12 @@ class Rounding:
         base: PyTree | None = None,
         factor: float = FACTOR,
     ) -> PyTree | None:
-        """What rounding does to each number or entry; None, at no cost, in float32.
+        """The effect of rounding on each number or entry; None, at no cost, in float32.
 
         Args:
             at: a tree of numbers or vectors at given parameters; None: as reported, at
                 those of the checkpoint.
-            base: `at(None)`, where it is known.
+            base: `at(None)`, if it is known.
             factor: $c$.
         """
         if not self.matters:
@@ -105,13 +105,13 @@ class Rounding:
         at: Callable[[PyTree | None], dict[str, float]],
         base: dict[str, float] | None = None,
     ) -> dict[str, Number]:
-        """The numbers, those that `at` names with the rounding in their errors.
+        """The numbers, with the rounding in the errors of those that `at` names.
 
         Args:
             numbers: the numbers as reported.
             at: for some of them, or more, an estimate at given parameters, as for
                 `errors`; it may cost less than the number itself.
-            base: `at(None)`, where it is known.
+            base: `at(None)`, if it is known.
         """
         errors = self.errors(at, base) or {}
         return dict(numbers) | {
@@ -121,10 +121,10 @@ class Rounding:
         }
 
     def of_product(self, product: Matvec, v: PyTree) -> float:
-        r"""The relative norm of what rounding adds to a product; 0, at no cost, in float32.
+        r"""The relative norm of a product's rounding error; 0, at no cost, in float32.
 
-        A linear map has $A (a v) / a = A v$; with $a = 1.37$, which is no power of two,
-        the tangent's rounding is another one. Residuals do not fall below it.
+        A linear map has $A (a v) / a = A v$; with $a = 1.37$, not a power of two, the
+        tangent is rounded differently. Residuals do not fall below it.
 
         Args:
             product: the product with one vector.
@@ -180,7 +180,7 @@ def setting_of(model: Any) -> str:
 
     Returns:
         The flag for the command line, under the name that a gin file which imports the
-        network's Python module gives it; empty where there is no such field.
+        network's Python module gives it; empty if there is no such field.
     """
     module = getattr(model, "module", None)
     file = type(module).__module__.rpartition(".")[2]

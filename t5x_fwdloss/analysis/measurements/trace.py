@@ -26,7 +26,7 @@ from t5x_fwdloss.curvature import (
 )
 from t5x_fwdloss.curvature.estimators import hutchinson
 
-# For each estimator its state, itself, and the settings that only some take.
+# For each estimator its state, its function, and the settings that only some take.
 ESTIMATORS: dict[str, tuple[Any, Callable[..., TraceEstimate], tuple[str, ...]]] = {
     "hutchinson": (HutchinsonState, hutchinson_trace, ("kind",)),
     "hutch++": (HutchppState, hutchpp_trace, ("sketch_size", "basis_on_host")),
@@ -62,7 +62,7 @@ class Trace(MatrixMeasurement):
         confidence: level of the confidence interval. The interval is Student's, wider on
             the side of the long tail where few eigenvalues dominate; a note says where
             it may still be too short, with fewer than 16 probes.
-        basis_on_host: whether kept vectors lie in host memory.
+        basis_on_host: whether the kept vectors are in host memory.
     """
 
     num_probes: settings.Several = 32
@@ -75,7 +75,7 @@ class Trace(MatrixMeasurement):
     basis_on_host: bool = False
 
     def run(self, context: Context) -> MeasurementResult:
-        """Draw the probes, from what was saved on if there is anything."""
+        """Draw the probes, from the saved state on if there is one."""
         found = self._estimate(context)
         size, unit = self.dimension(context), self.unit(context)
         converged = found.converged is not False
@@ -111,7 +111,7 @@ class Trace(MatrixMeasurement):
         return result(self, numbers, arrays={"samples": found.samples}, notes=notes)
 
     def plots(self) -> Sequence[Plot]:
-        """The samples, and what they are of."""
+        """The samples, and which estimator they are from."""
         return (Plot(CAPTIONS[self.estimator], _samples),)
 
     def _estimate(self, context) -> TraceEstimate:
@@ -145,7 +145,7 @@ class Trace(MatrixMeasurement):
         numbers = context.rounding.include(numbers, at)
         if self.relative_error is None:
             return numbers
-        # More probes do not make the rounding smaller: asked for or not.
+        # More probes do not reduce the rounding, whether they are requested or not.
         low, high = numbers["trace"].interval
         met = (high - low) / 2 <= self.relative_error * abs(numbers["trace"].value)
         return {

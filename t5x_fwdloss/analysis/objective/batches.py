@@ -59,7 +59,7 @@ def split(batches: Sequence[Batch], num_microbatches: int) -> list[dict[str, Any
 
 @functools.partial(jax.jit, static_argnames=("num", "layout"))
 def _cut(batch, num, layout):
-    # One compiled function: slices of what lies over several processes are exchanged.
+    # One compiled function: slices of arrays over several processes are exchanged.
     pieces = []
     for number in range(num):
         piece = {}
@@ -74,7 +74,7 @@ def _cut(batch, num, layout):
 
 
 def _layout(x, num):
-    """The sharding of a piece, that of the batch where it divides the piece."""
+    """The sharding of a piece: the batch's, if it divides the piece."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None
@@ -91,7 +91,7 @@ def on_device(batch: Batch) -> dict[str, Any]:
 
 
 def counted(batch: Batch) -> Any:
-    """Which target tokens count: those of nonzero weight, else all but padding."""
+    """Which target tokens count: those of nonzero weight, or all but padding."""
     weights = batch.get("decoder_loss_weights")
     found = batch.get("decoder_target_tokens", 0) if weights is None else weights
     return jnp.asarray(found) != 0
@@ -104,7 +104,7 @@ def num_tokens(masks: Iterable[Any]) -> int:
 
 @functools.partial(jax.jit, static_argnames="num_classes")
 def num_labels_outside(batch: Batch, mask: Any, num_classes: int) -> jax.Array:
-    """The number of labels that count, below zero or from `num_classes` on."""
+    """The number of counted labels outside `[0, num_classes)`."""
     labels = jnp.asarray(batch["decoder_target_tokens"]).astype(jnp.int32)
     return jnp.sum(((labels < 0) | (labels >= num_classes)) & mask)
 
@@ -121,8 +121,8 @@ def digest(batches: Sequence[Batch]) -> str:
 
 
 def _whole(x) -> np.ndarray:
-    # A batch that is spread over processes is small: gather it, so that its hash does
-    # not depend on how many processes there are.
+    # A batch spread over processes is small: gather it, so that its hash does not
+    # depend on the number of processes.
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -1,4 +1,4 @@
-"""Numbers that cannot be, and the sentence that says where they came from."""
+"""Errors for impossible numbers, with a message that says where they arose."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -65,11 +65,11 @@ def check_vector(
     Args:
         name: what was computed, as a noun phrase.
         total: the sum.
-        parts: computes the batches' parts once more, in order; called where the sum is
-            not finite, to say where that happened.
+        parts: computes the batches' parts once more, in order; called if the sum is not
+            finite, to say where that happened.
         num_microbatches: how many pieces a batch has.
 
-    Else `NonFiniteLossError` names the first batch and block that is not.
+    Otherwise `NonFiniteLossError` names the first batch and block that is not.
     """
     whole = largest_magnitudes(total)
     if not all(map(math.isfinite, whole.values())):

@@ -1,7 +1,7 @@
-"""Whether a loss has forward mode; found out without compiling.
+"""Whether a loss has forward mode, determined without compiling.
 
 JAX traces a jvp through a `jax.custom_vjp` function and fails only when the result is
-used: what it leaves in the trace is the primitive `custom_lin`.
+used: the trace then contains the primitive `custom_lin`.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from jax.extend.core import jaxprs_in_params
 
 from t5x_fwdloss.curvature.products.derivatives import directional_derivative
 
-# Relative errors by the narrowest type that the network multiplies matrices in: what
-# rounding through a dozen layers leaves, with room to spare.
+# Relative errors by the narrowest type that the network multiplies matrices in: the
+# rounding of a dozen layers, with a margin.
 TOLERANCES = {
     "float64": 1e-8,
     "float32": 5e-4,
@@ -26,7 +26,7 @@ TOLERANCES = {
 def blocking_functions(
     loss: Callable[..., Any], params: Any, direction: Any, *args: Any
 ) -> list[str] | None:
-    """The `jax.custom_vjp` functions that a tangent of the loss meets.
+    """The `jax.custom_vjp` functions on the path of a tangent of the loss.
 
     Args:
         loss: `(params, *args)` to a scalar.
@@ -35,8 +35,8 @@ def blocking_functions(
         *args: the loss's other arguments.
 
     Returns:
-        None if the loss has a forward mode; else the names of the `custom_vjp`
-        functions in it (empty where JAX does not tell them).
+        None if the loss has forward mode; otherwise the names of the `custom_vjp`
+        functions in it (empty if JAX does not give them).
     """
     product = directional_derivative(loss)
     pushed = jax.make_jaxpr(product)(params, direction, *args)
@@ -52,7 +52,7 @@ def blocking_functions(
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program and of those that it holds."""
+    """All equations of a jaxpr and of the jaxprs in it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in jaxprs_in_params(eqn.params):
@@ -62,7 +62,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def narrowest_product(loss: Callable[..., Any], params: Any, *args: Any) -> str:
     """The narrowest floating-point type of an operand of the loss's matrix products.
 
-    That of the loss itself, where it multiplies no matrices.
+    The type of the loss itself, if it multiplies no matrices.
     """
     traced = jax.make_jaxpr(loss)(params, *args)
     operands = [

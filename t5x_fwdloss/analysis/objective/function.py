@@ -51,12 +51,12 @@ class Objective:
     r"""$L(\theta) = \sum_b n_b(\theta) / W$ over a fixed list of batches.
 
     Every method takes the whole parameter tree and, before anything is compiled,
-    refuses a direction that does not fit it (`ValueError`). A NaN or an infinity in a
+    rejects a direction that does not fit it (`ValueError`). A NaN or an infinity in a
     result raises `NonFiniteLossError`, which names the batch and the parameter block.
 
     Attributes:
         batches: the batches, or the microbatches they are cut into, on the device.
-        num_microbatches: into how many pieces each batch is cut.
+        num_microbatches: the number of pieces per batch.
         normalizer: W, its kind, its unit.
         num_tokens: target tokens whose loss counts.
         batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
@@ -84,7 +84,7 @@ class Objective:
             numerator: `(params, batch, key)` to the batch's weighted sum of token
                 losses; key is None unless `dropout_seed` is given.
             batches: feature dictionaries, all of the same names, shapes and dtypes.
-            normalizer: what the sum over batches is divided by.
+            normalizer: the divisor of the sum over batches.
             num_microbatches: pieces that every batch is cut into, to save memory; the
                 numbers, and the batches' hash, stay the same. Not with dropout, whose
                 masks are drawn for a batch as a whole.
@@ -133,7 +133,7 @@ class Objective:
             token_loss,
             normalizer.total,
         )
-        # Of the matrices that are positive semidefinite where the loss is convex only.
+        # For the matrices that are positive semidefinite only if the loss is convex.
         self._least_scales: dict[str, Callable[..., Any]] = {}
         if outputs is not None and token_loss is not None:
             self._least_scales["gauss_newton"] = lambda p, batch, key, _: (
@@ -233,7 +233,7 @@ class Objective:
         return self._programs.num_traces
 
     def num_labels_outside(self, params: PyTree) -> int | None:
-        """How many counted labels no class of the logits stands for.
+        """The number of counted labels outside the classes of the logits.
 
         The loss of such a label has no target in it. None where the objective does not
         know the logits.
@@ -296,8 +296,8 @@ class Objective:
     def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
         r"""The loss and its directional derivative $\langle \nabla L, v \rangle$.
 
-        One forward pass pushes the tangent through the loss: it must be differentiable
-        forwards, which a `jax.custom_vjp` loss is not.
+        It takes one forward pass; the loss must have forward mode, which a
+        `jax.custom_vjp` loss has not.
         """
         trees.check_like(direction, params, "direction")
         found = self._scalars(
@@ -319,14 +319,14 @@ class Objective:
     ) -> MatrixProduct:
         """The product of a matrix at fixed parameters with vectors, one or many.
 
-        Batch by batch, what does not depend on the vector is computed once and kept,
-        as far as memory allows; this happens here.
+        The part that does not depend on the vector is computed here, once per batch,
+        and kept as far as memory allows.
 
         Args:
             matrix: its name in `matrices.WORDS`, such as 'hessian' or 'fisher'.
             params: parameters.
-            memory_budget: bytes per device that may be kept; None: half of what is
-                free; 0: each product differentiates anew.
+            memory_budget: bytes per device that may be kept; None: half of the free
+                memory; 0: each product differentiates anew.
             fold: whether to rewrite the linear functions to read less memory; where
                 that fails, they are kept as JAX made them.
 
@@ -368,7 +368,7 @@ class Objective:
         return self._activation_dtype
 
     def check_matrix(self, matrix: str) -> None:
-        """Refuse a matrix that this objective does not have.
+        """Reject a matrix that this objective does not have.
 
         Raises:
             ValueError: names those there are, or says what is missing.

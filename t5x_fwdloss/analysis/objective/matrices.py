@@ -7,10 +7,10 @@ one normalizer W, like the loss:
 - `gauss_newton`: $\sum_b J_b^T H_b J_b / W$, $H_b$ the loss's Hessian in the logits;
 - `fisher`: the same with $\mathrm{diag}\, p - p p^T$: labels drawn from the model,
   in expectation; equal to Gauss-Newton where smoothing and z-loss are zero;
-- `sampled_fisher`: an unbiased draw of it, one label a token, drawn from a key that
-  depends on the example's number only, so that any split gives the same matrix;
+- `sampled_fisher`: an unbiased draw of it, one label per token, from a key that depends
+  on the example's number only, so that any split gives the same matrix;
 - `empirical_fisher`: $\sum_t w_t g_t g_t^T / W$ at the labels of the data, token by
-  token. It is no estimate of the others (Kunstner, Balles, Hennig 2019).
+  token. It does not estimate the others (Kunstner, Balles, Hennig 2019).
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ def linear_maps(
         outputs: `(params, batch, key, index)` to the logits; None: the Hessian only.
         token_loss: the loss as a function of the logits.
         normalizer: W.
-        sample_seed: what the labels of the sampled Fisher matrix depend on, with the
-            number of their example.
+        sample_seed: seed of the labels of the sampled Fisher matrix, which also depend
+            on the number of their example.
     """
     found = {"hessian": hessian_map(loss)}
     if outputs is None or token_loss is None:

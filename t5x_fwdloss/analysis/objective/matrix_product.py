@@ -1,4 +1,4 @@
-"""A matrix at fixed parameters: many products, the common work of which is done once."""
+"""A matrix at fixed parameters: many products, whose common work is done once."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class MatrixProduct:
     """The map from a vector to its product, or from stacked vectors to theirs.
 
     A product that is not finite raises `NonFiniteLossError`, which names the batch and
-    the parameter block; one below zero, of a matrix that has none, raises
+    the parameter block; a negative quadratic form of a semidefinite matrix raises
     `NegativeCurvatureError`.
     """
 
@@ -50,19 +50,19 @@ class MatrixProduct:
 
         Args:
             name: the matrix, as a noun phrase.
-            linear_map: its product, split.
+            linear_map: its product, split into linearization and application.
             params: parameters, float32 or wider.
             batches: for each batch, or piece of one, the further arguments of the map.
             num_microbatches: into how many pieces each batch is cut.
             precision: matmul precision.
-            memory_budget: bytes per device that may be kept; None: half of the free.
+            memory_budget: bytes per device to keep; None: half of the free memory.
             fold: whether to rewrite the linear functions to read less memory.
-            is_semidefinite: asked, once a product $v^T A v$ is negative, whether it may
-                be.
-            rounding: the relative error that a product may have, asked for then.
+            is_semidefinite: called once a form $v^T A v$ is negative: whether that is
+                an error.
+            rounding: the relative error that a product may have, called then, too.
         """
         if memory_budget is None:
-            # Agreed: a process with less memory would compile other functions.
+            # Agreed by all: a process with less memory would compile other functions.
             memory_budget = multihost.least(SHARE * linearized.free_bytes())
         self._name, self._precision = name, precision
         self._params, self._largest = params, None
@@ -85,7 +85,7 @@ class MatrixProduct:
 
     @property
     def how(self) -> str:
-        """How many (micro)batches are linearized, what that takes, if they are not folded."""
+        """How many (micro)batches are linearized, their memory, and why not folded."""
         records = self._product.batches
         parts = "batches" if self._num_microbatches == 1 else "microbatches"
         kept = sum(record.residual_bytes for record in records if record.linearized)
@@ -103,7 +103,7 @@ class MatrixProduct:
         return self._checked(self._product, v)
 
     def stacked(self, vs: PyTree) -> PyTree:
-        """The products with vectors stacked in front, by one compiled program."""
+        """The products with vectors stacked in front, by one compiled function."""
         return self._checked(self._product.stacked, vs, stacked=True)
 
     def at(self, params: PyTree) -> Callable[[PyTree], PyTree]:
@@ -130,7 +130,7 @@ class MatrixProduct:
         return found
 
     def _check_sign(self, argument, found, stacked):
-        """Refuse a quadratic form below zero where the matrix has none.
+        """Reject a negative quadratic form of a semidefinite matrix.
 
         Raises:
             NegativeCurvatureError: with the form and the size of the matrix.
@@ -146,14 +146,14 @@ class MatrixProduct:
         if self._is_semidefinite():
             raise NegativeCurvatureError(
                 f"{self._name} must not be negative along any vector, being positive "
-                f"semidefinite: v.Av is {least:.4g} for a vector of norm one, where "
+                f"semidefinite: v.Av is {least:.4g} for a vector of norm one, while "
                 f"products are as long as {self._size():.4g}. The compiler or a "
                 "derivative rule of the model is wrong; block_size = 1 or MEMORY_BUDGET "
                 "= 0 may avoid it."
             )
 
     def _size(self):
-        # A lower bound of the matrix's norm, that of a random vector's product at first.
+        # A lower bound of the matrix's norm, at first from a random vector's product.
         if self._largest is None:
             with jax.default_matmul_precision(self._precision):
                 probe = probes.random_like(0, self._params)

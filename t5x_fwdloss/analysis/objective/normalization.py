@@ -1,8 +1,8 @@
-r"""What the loss is divided by, in numbers and in words.
+r"""The normalizer of the loss, in numbers and in words.
 
 The objective is $L = \sum_t w_t \ell_t / W$ over every token $t$ of every batch. T5X's
 normalizing factors give $W$: a special factor is summed over the batches, a constant is
-taken once, none is 1.
+taken once, None gives 1.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Normalizer:
-    """The total normalizer of the analysed data.
+    """The total normalizer of the analyzed data.
 
     Attributes:
         kind: 'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'.
@@ -88,14 +88,14 @@ def _normalizer(batch, factor):
 
 @functools.partial(jax.jit, static_argnames="factor")
 def counted(batch: Mapping[str, Any], factor: Any) -> jax.Array:
-    """Which target tokens the loss counts: those that it gives a weight other than zero.
+    """Which target tokens the loss counts: those of nonzero weight.
 
-    Without weights in the batch those are all tokens where the factor is None or a
-    number, and all but padding where it is a special one, as in T5X.
+    Without weights in the batch, all tokens count if the factor is None or a number,
+    and all but padding if it is a special one, as in T5X.
 
     Args:
         batch: the model's features.
-        factor: as of `total_normalizer`.
+        factor: as in `total_normalizer`.
     """
     weights = losses.get_loss_normalizing_factor_and_weights(factor, batch)[1]
     if weights is None:
@@ -107,10 +107,10 @@ def check_counted(masks: Sequence[Any]) -> None:
     """Pass if at least one token counts.
 
     Args:
-        masks: those of `counted`, batch by batch.
+        masks: the results of `counted`, batch by batch.
 
     Raises:
-        ValueError: none does.
+        ValueError: no token counts.
     """
     if not batches_lib.num_tokens(masks):
         raise ValueError(

@@ -13,7 +13,7 @@ from t5x_fwdloss.curvature.vectors import trees
 def widened(params: PyTree) -> PyTree:
     """The parameters with floating-point leaves in float32, or wider where they are.
 
-    Integer and boolean leaves stay as they are: no derivative is taken of them.
+    Integer and boolean leaves are kept: no derivative is taken with respect to them.
     """
     return jax.tree.map(_widened, params)
 
@@ -52,7 +52,7 @@ def _widened(x):
 def shape_and_kind(leaf: Any) -> Any:
     """The shape of a stored or described array, with its type unless it is floating.
 
-    A checkpoint may be of another floating type than the model, but not of whole numbers.
+    A checkpoint may have another floating type than the model, but no integer type.
     """
     shape, dtype = tuple(leaf.shape), getattr(leaf, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jnp.inexact):

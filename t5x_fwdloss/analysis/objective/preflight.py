@@ -22,14 +22,14 @@ from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.loss_mixin import LossMixin
 
-# What keeps XLA from fusing products and sums of rows into kernels of YNNPACK.
+# The flag that keeps XLA from fusing products and sums of rows into YNNPACK kernels.
 YNN_OFF = "XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type="
 # One loss computed twice in a compiled function: roundings of the network's type.
 LOSS_ROUNDINGS = 2
 
 
 class PreflightError(RuntimeError):
-    """A check that failed before the run measured anything; names itself."""
+    """A check that failed before the run measured anything; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Check:
         first: one number.
         second: the other number.
         tolerance: the largest difference that passes.
-        meaning: what is wrong where it fails.
+        meaning: the fault if it fails.
     """
 
     name: str
@@ -91,7 +91,7 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
     Args:
         objective: what will be measured.
         params: parameters of the checkpoint.
-        needed_by: name of a measurement that cannot do without, if there is one.
+        needed_by: name of a measurement that needs forward mode, if there is one.
 
     Raises:
         PreflightError: `needed_by` is given, and the loss or a part of the network is a
@@ -116,10 +116,10 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
 
 
 def no_forward_loss(needed_by: str) -> str:
-    """Why a measurement cannot be with T5X's own rule of the loss, and the remedy."""
+    """Why a measurement cannot use T5X's own rule of the loss, and the remedy."""
     return (
         f"{needed_by} needs a loss that has forward mode, and LOSS_IMPL = "
-        '"custom_vjp", T5X\'s own rule, is not: set LOSS_IMPL = "custom_jvp" in '
+        '"custom_vjp", T5X\'s own rule, has none: set LOSS_IMPL = "custom_jvp" in '
         "gin (on the command line: --gin.LOSS_IMPL=\"'custom_jvp'\"). Values, "
         "gradients and the checkpoint stay the same."
     )
@@ -190,7 +190,7 @@ def check_stacked(
         max(differences),
         0.0,
         relative * max(lengths),
-        "the compiler has made a wrong function of the one for stacked vectors: on a "
+        "the compiler has miscompiled the function of stacked vectors: on a "
         f"CPU set the environment variable {YNN_OFF}, or block_size = 1",
     )
     if not check.passed:

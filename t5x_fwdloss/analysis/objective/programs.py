@@ -1,8 +1,8 @@
-"""Compiled programs of an objective: one per derivative, reused over batches.
+"""Compiled functions of an objective: one per derivative, reused over batches.
 
-A program is compiled for the shardings of the parameters it first sees, and its vectors
-leave it in those shardings. The counter of traces is there to be tested: a derivative
-that is traced more than once is a bug.
+A function is compiled for the shardings of the first parameters it gets, and returns
+vectors in those shardings. The counter of traces is for tests: a derivative that is
+traced more than once is a bug.
 """
 
 import collections
@@ -13,10 +13,10 @@ import jax
 
 
 class Programs:
-    """The programs of one objective at one matmul precision."""
+    """The compiled functions of one objective at one matmul precision."""
 
     def __init__(self, precision: str):
-        """No program yet; `precision` holds for all that will be compiled."""
+        """Compiles nothing yet; `precision` holds for all functions."""
         self.num_traces: dict[str, int] = collections.defaultdict(int)
         self._precision = precision
         self._compiled: dict[Any, Callable[..., Any]] = {}
@@ -25,7 +25,7 @@ class Programs:
         """The function, compiled at its first use.
 
         Args:
-            name: what it computes; the same name must mean the same function.
+            name: name of its result; the same name must mean the same function.
             function: the function.
             layout: the shardings of its results, or one for all.
         """

@@ -1,6 +1,6 @@
-r"""What the objective's curvature needs of the loss as a function of the logits.
+r"""The loss as a function of the logits, for the objective's curvature.
 
-Everything is summed over tokens with their weights $w$; the normalizer is not here.
+Everything is summed over tokens with their weights $w$, without the normalizer.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ class TokenLoss:
     r"""The loss $\ell(z)$ of a token's logits.
 
     Attributes:
-        settings: of the loss; of its implementation nothing is read.
+        settings: settings of the loss; its implementation is not used.
     """
 
     settings: losses.LossSettings
 
     def hessian(self, logits: jax.Array, tangent: jax.Array, batch: Batch) -> jax.Array:
-        r"""The product $w \nabla^2 \ell\, u$, closed form, smoothing and z-loss in it."""
+        r"""The product $w \nabla^2 \ell\, u$ in closed form, with smoothing and z-loss."""
         product = losses.logit_hessian_product(
             logits,
             batch["decoder_target_tokens"],
@@ -46,8 +46,8 @@ class TokenLoss:
     def least_scale(self, logits: jax.Array, batch: Batch) -> jax.Array:
         r"""The least $s = \sum_j t_j + 2 c \log Z$ of the tokens that count.
 
-        Where it is not negative, the loss is convex in the logits. Of the target row's
-        sum nothing is taken into account but that it is one for labels that are classes.
+        If it is not negative, the loss is convex in the logits. The target row's sum is
+        taken to be one for labels inside the vocabulary.
         """
         log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
         labels = batch["decoder_target_tokens"]
@@ -87,7 +87,7 @@ class TokenLoss:
     def _weighted(self, rows, logits, batch, *, root=False) -> jax.Array:
         weights = self._weights(logits, batch)
         factors = jnp.sqrt(weights) if root else weights
-        # A token of weight zero may hold no numbers: NaN times zero would be NaN.
+        # A token of weight zero may hold NaN, and NaN times zero would be NaN.
         return jnp.where(weights == 0, jnp.zeros_like(rows), rows * factors)
 
     def _weights(self, logits: jax.Array, batch: Batch) -> jax.Array:

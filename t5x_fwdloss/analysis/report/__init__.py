@@ -1,1 +1,1 @@
-"""What a reader sees of a run: page, figures, terminal, TensorBoard."""
+"""The output of a run for readers: page, figures, terminal, TensorBoard."""

@@ -42,7 +42,7 @@ def describe(mesh: Any = None) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The installed version of every package that can change a number."""
+    """The installed version of every package that can change a result."""
     found = {}
     for name in PACKAGES:
         try:

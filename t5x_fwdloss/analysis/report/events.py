@@ -12,7 +12,7 @@ from t5x_fwdloss.analysis.store import files
 def write(
     path: epath.PathLike, results: Sequence[MeasurementResult], step: int
 ) -> None:
-    """Write one event file into `path`, in place of one that is there.
+    """Write one event file into `path`, replacing an earlier one.
 
     Args:
         path: the output folder.
@@ -33,7 +33,7 @@ def write(
     finite = {tag: value for tag, value in scalars.items() if math.isfinite(value)}
     if not finite:
         return
-    # Imports TensorFlow, which takes seconds: only where events are written.
+    # Imports TensorFlow, which takes seconds, so only when events are written.
     from clu import metric_writers
 
     with files.writing(path):

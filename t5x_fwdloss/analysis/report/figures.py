@@ -1,7 +1,7 @@
-"""Figures as SVG that follow the page: its font, its ink, light or dark.
+"""Figures as SVG in the page's style: its font and colors, light or dark.
 
-matplotlib draws with colors that stand for roles; in the SVG each is exchanged for a
-CSS variable of the page, so that one figure is legible on white and on black.
+matplotlib draws with colors that stand for roles; in the SVG each is replaced by a CSS
+variable of the page, so that a figure is legible on white and on black.
 """
 
 import io
@@ -53,7 +53,7 @@ _SETTINGS: Any = {
 
 
 def settings():
-    """The context in which a figure must be made and drawn."""
+    """The context in which a figure must be created and drawn."""
     return matplotlib.rc_context(_SETTINGS)
 
 
@@ -78,7 +78,7 @@ def to_svg(figure: Figure, salt: str) -> str:
     """The figure as an SVG element to be put into the page.
 
     Args:
-        figure: a figure made under `settings`.
+        figure: a figure created under `settings`.
         salt: the figure's name in its page, so that ids do not collide.
     """
     buffer = io.StringIO()

@@ -1,4 +1,4 @@
-"""The head of the report: what was analyzed, what was found, where to read it."""
+"""The head of the report: the model and data, the main results, the contents."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from t5x_fwdloss.analysis.report.tables import (
     title_of,
 )
 
-# Numbers of each measurement that stand in the head.
+# Numbers of each measurement that the head shows.
 NUM_HEADLINES = 2
-# A shorter report is seen at a glance.
+# A shorter report needs no contents.
 LEAST_CONTENTS = 4
 
 
@@ -52,7 +52,7 @@ def headlines(results: Sequence[MeasurementResult]) -> str:
 
 
 def contents(titles: Sequence[tuple[str, str]]) -> str:
-    """Links to the sections, where there are many.
+    """Links to the sections, if there are many.
 
     Args:
         titles: id and title of each section, in order.

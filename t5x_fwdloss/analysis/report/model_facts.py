@@ -1,4 +1,4 @@
-"""What a reader must know of the model: its class, its sizes, its types."""
+"""Facts about the model for the report: its class, sizes and types."""
 
 import dataclasses
 from typing import Any
@@ -26,8 +26,8 @@ def describe(model: Any, params: PyTree) -> dict[str, Any]:
     """The model for the record: `class`, `sizes` by name, `parameter_dtypes`.
 
     Args:
-        model: the model of the objective; None where it was made from functions.
-        params: the parameters as they were given, not widened yet.
+        model: the model of the objective; None if it was built from functions.
+        params: the original parameters, before widening.
     """
     floats = jax.tree.leaves(trees.float_part(params))
     return {

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file, with nothing to fetch."""
+"""The report of a run: one self-contained HTML file."""
 
 import html
 import string
@@ -78,7 +78,7 @@ def _lead(document, results) -> str:
         css = "warn"
     if failed:
         state, css = (
-            f"Stopped by a number that cannot be: {', '.join(failed)}.",
+            f"Stopped by an impossible number: {', '.join(failed)}.",
             "bad",
         )
     return f'<p>{escaped(" ".join(words))}</p><p class="{css}">{escaped(state)}</p>'

@@ -1,4 +1,4 @@
-"""A plot of a measurement's result, and how it is drawn into the report."""
+"""A plot of a measurement's result, and its drawing for the report."""
 
 import dataclasses
 import re
@@ -12,11 +12,11 @@ from t5x_fwdloss.analysis.report import figures
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """One plot of a kind of measurement.
+    """One plot of a class of measurements.
 
     Attributes:
-        caption: what it shows.
-        draw: makes the figure of a result; None where there is nothing to draw.
+        caption: its caption.
+        draw: draws the figure of a result; returns None if there is nothing to draw.
     """
 
     caption: str

@@ -8,7 +8,7 @@ from t5x_fwdloss.analysis.report.terminal import format_error, format_value
 
 
 def escaped(value: Any) -> str:
-    """The value as text that HTML shows as it is."""
+    """The value as text, escaped for HTML."""
     return html.escape(str(value))
 
 
@@ -120,6 +120,6 @@ def _unit(number: Number) -> str:
 
 
 def _spaced(name: str) -> str:
-    """The name in words; what stands before a slash is a name of the reader's."""
+    """The name in words; the part before a slash is a user's name and is kept."""
     row, slash, column = name.rpartition("/")
     return escaped(f"{row}{slash}{column.replace('_', ' ')}")

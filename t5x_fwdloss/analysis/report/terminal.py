@@ -9,7 +9,7 @@ from typing import Any
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 
 DASH = "\N{EN DASH}"
-# For terminals without these signs.
+# For terminals without these characters.
 PLAIN = {"\N{PLUS-MINUS SIGN}": "+-", DASH: "-", "θ": "theta", "²": "^2"}
 
 
@@ -19,13 +19,13 @@ def print_table(
     report_path: Any,
     stream: Any = None,
 ) -> None:
-    """Print every number with its error, and where the report lies.
+    """Print every number with its error, and the report's path.
 
     Args:
         document: the content of `results.json`.
         results: the finished measurements.
         report_path: path of the report.
-        stream: where to print; standard output by default.
+        stream: the output stream; standard output by default.
     """
     lines = [f"Loss: {document['normalizer']['words']}."]
     outside = document.get("num_labels_outside_vocabulary")
@@ -56,11 +56,11 @@ def print_table(
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """The text in signs that a terminal has: '+-' for a plus-minus sign on an ASCII one.
+    """The text in a terminal's characters: '+-' for a plus-minus sign in ASCII.
 
     Args:
-        text: what is to be printed.
-        encoding: of the terminal; None where it takes every sign.
+        text: the text to print.
+        encoding: the terminal's encoding; None if it takes every character.
     """
     try:
         text.encode(encoding or "utf-8")
@@ -78,7 +78,7 @@ def print_line(line: str, stream: Any = None) -> None:
 
 
 def format_value(number: Number) -> str:
-    """Six digits, or as many as the error leaves; a dash for what is not a number."""
+    """Six significant digits, or a whole pure number; a dash for NaN and Inf."""
     if not math.isfinite(number.value):
         return DASH
     if number.unit == "1" and number.value == int(number.value):
@@ -87,7 +87,7 @@ def format_value(number: Number) -> str:
 
 
 def format_error(number: Number) -> str:
-    """The error bar, or nothing for what is exact up to rounding."""
+    """The error bar, or nothing if the value is exact up to rounding."""
     if number.error is None:
         return ""
     if not math.isfinite(number.error):

@@ -1,1 +1,1 @@
-"""What a run keeps on disk, and how it is found again."""
+"""The files of a run, and how a resumed run finds them."""

@@ -14,8 +14,8 @@ from t5x_fwdloss.analysis.objective import parameters
 def checksum(tree: PyTree) -> str:
     """A hash of names, shapes, dtypes and bits of all leaves.
 
-    Each device sums up mixed words of its own part in integers, which add up to the same
-    in every order: the hash is the same on every mesh and number of processes.
+    Each device sums mixed words of its own part as integers, whose sum does not depend
+    on the order: the hash is the same on every mesh and number of processes.
     """
     named = parameters.named_leaves(tree)
     summed = _summed(parameters.replicated(tree))

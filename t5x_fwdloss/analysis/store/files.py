@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, local or in a bucket."""
+"""Files that are written as a whole or not at all, local or in a bucket."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from etils import epath
 
 from t5x_fwdloss.analysis.numbers import to_json
 
-# What parsers raise where content is not what it should be.
+# Errors of parsers at damaged content.
 DAMAGED = (
     json.JSONDecodeError,
     UnicodeError,
@@ -25,10 +25,10 @@ DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
 )
-# What readers raise where parts are not what they should be.
+# Errors of readers at missing or wrong parts.
 OTHER_PARTS = (LookupError, TypeError, AttributeError)
-# What TensorStore says, and Orbax quotes: words of the operating system in the midst of
-# its own, or a status code in front.
+# TensorStore's messages, which Orbax quotes: the operating system's words among its
+# own, or a status code in front.
 QUOTED = [
     os.strerror(code)
     for code in (
@@ -50,14 +50,14 @@ STATUSES = {
 
 
 class StorageError(ValueError):
-    """What a run must read or write cannot be read or written; names the path."""
+    """A file that a run needs cannot be read or written; the message names its path."""
 
 
 def user_path(path: epath.PathLike) -> epath.Path:
     """The path that a user gave: a local one absolute, with `~` expanded.
 
     Args:
-        path: local, or in remote storage, such as `gs://bucket/folder`, which stays.
+        path: local, or in remote storage, such as `gs://bucket/folder`, which is kept.
 
     Raises:
         StorageError: there is no such home folder.
@@ -76,10 +76,10 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def write_bytes(path: epath.PathLike, content: bytes) -> None:
-    """Write a file that is there in full, on the disk itself, or not at all.
+    """Write a file to disk completely or not at all.
 
     A local file is written under another name beside `path`, synced, and moved over it.
-    A remote object appears whole by itself. What cannot be written raises `StorageError`.
+    A remote object is always written as a whole. A failure raises `StorageError`.
     """
     path = epath.Path(path)
     with writing(path):
@@ -98,7 +98,7 @@ def write_bytes(path: epath.PathLike, content: bytes) -> None:
 
 
 def sync_folder(folder: epath.Path) -> None:
-    """Make the names in a local folder last; remote storage does so by itself."""
+    """Sync the names in a local folder to disk; remote storage does so by itself."""
     if not is_local(folder):
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -109,7 +109,7 @@ def sync_folder(folder: epath.Path) -> None:
 
 
 def remove(path: epath.Path) -> None:
-    """Remove a file, or a folder with all that it holds; fine where there is none."""
+    """Remove a file, or a folder with its content, if it exists."""
     with writing(path):
         if path.is_dir():
             path.rmtree(missing_ok=True)
@@ -118,13 +118,13 @@ def remove(path: epath.Path) -> None:
 
 
 def remove_parts(folder: epath.Path) -> None:
-    """Remove what a write that was killed has left in a folder."""
+    """Remove the leftovers of a killed write from a folder."""
     for part in folder.glob(".*.part"):
         remove(part)
 
 
 def write_json(path: epath.PathLike, document: Any) -> None:
-    """Write strict JSON, readable by a person: no NaN, no Infinity."""
+    """Write strict, indented JSON: no NaN, no Infinity."""
     text = json.dumps(to_json(document), indent=2, allow_nan=False, ensure_ascii=False)
     write_bytes(path, (text + "\n").encode())
 
@@ -138,16 +138,16 @@ def write_arrays(path: epath.PathLike, arrays: dict[str, np.ndarray]) -> None:
 
 
 def read_json(path: epath.PathLike) -> Any:
-    """The document in a JSON file; what cannot be read raises `StorageError`."""
+    """The document in a JSON file; a failure raises `StorageError`."""
     with reading(path):
         return json.loads(epath.Path(path).read_text())
 
 
 def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
-    """The arrays of a .npz file; what cannot be read raises `StorageError`."""
+    """The arrays of a .npz file; a failure raises `StorageError`."""
     with reading(path):
         content = io.BytesIO(epath.Path(path).read_bytes())
-        # Of anything else NumPy says that it is pickled.
+        # NumPy calls anything else pickled.
         zipfile.ZipFile(content).close()
         content.seek(0)
         with np.load(content) as found:
@@ -155,7 +155,7 @@ def read_arrays(path: epath.PathLike) -> dict[str, np.ndarray]:
 
 
 def writing(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Say of whatever fails inside that this path cannot be written.
+    """Turn any failure inside into an error that this path cannot be written.
 
     `StorageError` has the reason, such as a full disk.
     """
@@ -167,7 +167,7 @@ def writing(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
 
 
 def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
-    """Say of whatever fails inside that this path cannot be read.
+    """Turn any failure inside into an error that this path cannot be read.
 
     `StorageError` has the reason, such as a truncated file.
     """
@@ -179,7 +179,7 @@ def reading(path: epath.PathLike) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _failing(wanted: str, remedy: str) -> Iterator[None]:
-    # Every storage library has exceptions of its own: all of them mean the same here.
+    # Every storage library has its own exceptions, which all mean the same here.
     try:
         yield
     except StorageError:
@@ -191,8 +191,8 @@ def _failing(wanted: str, remedy: str) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Why something cannot be read or written, in a few words.
 
-    What JSON, NumPy, Orbax and TensorStore say of damaged files is about their own
-    parts; of anything else it is the first line of what the exception says.
+    Messages of JSON, NumPy, Orbax and TensorStore on damaged files are about their
+    internals and replaced; for anything else it is the first line of the exception.
     """
     found = storage_reason(error)
     if found:
@@ -203,7 +203,7 @@ def reason(error: BaseException) -> str:
 
 
 def storage_reason(error: BaseException) -> str:
-    """What files or a storage report by this error; '' where it may be something else."""
+    """The reason that files or a storage give by this error; '' if it is unclear."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, DAMAGED):
@@ -222,7 +222,7 @@ def storage_reason(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, at most 200 characters."""
+    """The first line of an exception's message, at most 200 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200].rstrip(".") if lines else ""
 

@@ -1,10 +1,10 @@
-"""The output folder of one run: refused to any other run, resumed by the same.
+"""The output folder of one run: other runs are rejected, the same run resumes there.
 
-A folder is a run's own if it was new or empty when the run began, which from then on has
-its claim in it: `unfinished/run.json` while it goes on, the fingerprint in `results.json`
-when it has ended. What a run has finished lies in `unfinished/` until all is, each
-measurement whole or not at all; `results.json` appears last, so that a folder that has it
-is complete. Nothing in a folder of another run, or with other files, is touched.
+A folder belongs to a run if it was new or empty when the run began. Its claim there is
+`unfinished/run.json` while it runs, and the fingerprint in `results.json` once it has
+ended. Finished measurements stay in `unfinished/` until all are finished, each whole or
+not at all; `results.json` is written last, so that a folder that has it is complete.
+Nothing in a folder of another run, or with other files, is touched.
 """
 
 import contextlib
@@ -26,19 +26,19 @@ from t5x_fwdloss.analysis.numbers import (
 )
 from t5x_fwdloss.analysis.store import files, identity, lock, multihost, records
 
-# Of what measurements save half-way: to be counted up when a state gets other members.
+# The format of intermediate states, to be incremented when a state gets other members.
 FORMAT = 5
 _CHOOSE = "Choose another ANALYSIS_OUTPUT_DIR."
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Where one run keeps what it has found.
+    """The folder in which one run keeps its results.
 
     Attributes:
         path: the output folder.
         is_primary: whether this process writes; the others only read.
-        owner: this start of the run, told from every other.
+        owner: an identifier of this start of the run.
     """
 
     path: epath.Path
@@ -63,25 +63,25 @@ class RunFolder:
         return self._work / "run.json"
 
     def check(self, fingerprint: dict[str, Any]) -> None:
-        """Refuse a folder that this run may not write to; touches nothing.
+        """Reject a folder that this run may not write to; touches nothing.
 
-        Another run's results, unfinished ones that another version has saved, or files
-        that no run of this package made raise `ValueError`.
+        Another run's results, unfinished ones that another version saved, or files that
+        no run of this package wrote raise `ValueError`.
 
         Args:
-            fingerprint: what is known of the run, from `identity`.
+            fingerprint: the known part of the run's identity, from `identity`.
         """
         self._agreed(lambda: self._check(files.to_json(fingerprint)))
 
     @contextlib.contextmanager
     def claimed(self, fingerprint: dict[str, Any]) -> Iterator[None]:
-        """Have the folder for this run alone, to begin or to go on.
+        """Hold the folder for this run alone, to begin or to resume.
 
-        What `check` refuses, and a folder to which another process writes, raise
+        A folder that `check` rejects, or that another process writes to, raises
         `ValueError`.
 
         Args:
-            fingerprint: all that makes the run this run.
+            fingerprint: the run's full identity.
         """
         wanted = files.to_json(fingerprint)
         with contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ class RunFolder:
                 with files.writing(self._work):
                     self._work.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(lock.held(self._work / "lock", self.path))
-                # Once more: another process may have been here since.
+                # Checked again: another process may have been here since.
                 self._check(wanted)
                 files.remove_parts(self._work)
                 files.remove_parts(self.path)
@@ -101,15 +101,15 @@ class RunFolder:
             yield
 
     def document(self) -> dict[str, Any] | None:
-        """The content of `results.json` where every measurement has finished."""
+        """The content of `results.json` if every measurement has finished."""
         found = self._agreed(self._results)
         return found if found and found.get("status") == "finished" else None
 
     def clear(self) -> None:
-        """Remove what the end of a run that has finished was too late to remove."""
+        """Remove what a finished run left because it ended too early."""
         if not self.is_primary or not self._work.is_dir():
             return
-        # Another process may be at it, or the folder may be read-only.
+        # Another process may be removing them, or the folder may be read-only.
         with contextlib.suppress(files.StorageError):
             if self._claim.exists() or not self._foreign_work():
                 with lock.held(self._work / "lock", self.path):
@@ -132,9 +132,9 @@ class RunFolder:
         return None if found is None else result_from_json(found, arrays)
 
     def keep(self, result: MeasurementResult) -> None:
-        """Store a finished measurement and drop its half-way state.
+        """Store a finished measurement and drop its intermediate state.
 
-        Where that cannot be, or another start of this run has the folder, `ValueError`.
+        A failure, or another start of this run in the folder, raises `ValueError`.
         """
 
         def store():
@@ -146,15 +146,15 @@ class RunFolder:
         self._agreed(store)
 
     def state_path(self, name: str) -> epath.Path:
-        """Where a measurement may save how far it is."""
+        """The folder of a measurement's intermediate state."""
         return self._work / f"{name}.state"
 
     def vectors_path(self, name: str) -> epath.Path:
-        """Where a measurement leaves vectors, for good."""
+        """The folder of a measurement's final vectors."""
         return self.path / f"{name}_vectors"
 
     def complete(self, document: dict[str, Any], other_files: dict[str, bytes]) -> None:
-        """Write everything in its final place, `results.json` last.
+        """Write everything to its final place, `results.json` last.
 
         Args:
             document: the content of `results.json`.
@@ -182,7 +182,7 @@ class RunFolder:
             self._check_empty()
             return
         if self._claim.exists() and self._is_unfinished():
-            # What is finished can be read by every version, what is not cannot.
+            # Every version can read finished runs; unfinished ones need this format.
             wanted = wanted | {"unfinished_format": FORMAT}
         names = identity.differences(found, wanted)
         if not names:
@@ -243,7 +243,7 @@ class RunFolder:
             )
 
     def _foreign_work(self) -> bool:
-        # A run that is killed before its claim is written leaves these, and no more.
+        # A run that is killed before its claim is written leaves only these.
         names = {path.name for path in self._work.iterdir()}
         return bool(names - {"lock", f".{self._claim.name}.part"})
 
@@ -258,7 +258,7 @@ class RunFolder:
             )
 
     def _remove_work(self) -> None:
-        # The claim goes last: without it the rest would be nobody's.
+        # The claim is removed last: without it the rest would belong to no run.
         for path in self._work.iterdir():
             if path != self._claim and path.name != "lock":
                 files.remove(path)
@@ -283,7 +283,7 @@ def _arrays(found, path) -> dict[str, np.ndarray]:
     """The arrays of a stored result.
 
     Raises:
-        StorageError: they are not those that were stored with it.
+        StorageError: they are not the arrays that were stored with it.
     """
     arrays = files.read_arrays(path)
     if arrays_digest(arrays) != found["arrays_sha256"]:

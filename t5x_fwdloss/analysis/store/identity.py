@@ -1,4 +1,4 @@
-"""What makes two runs the same run: neither the mesh nor the machine is in it."""
+"""The identity of a run: neither the mesh nor the machine is part of it."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def of_settings(
     step: int | None,
     other_checkpoints: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What is known of a run before anything is compiled.
+    """The part of a run's identity that is known before anything is compiled.
 
     Args:
         objective: the loss over the fixed list of batches.
@@ -60,7 +60,7 @@ def of_settings(
 
 
 def of_network(objective: Objective, params: PyTree) -> dict[str, Any]:
-    """What the parameters and the network add: checksum, activation dtype, loss.
+    """The part from parameters and network: checksum, activation dtype, loss.
 
     A loss that is not finite raises `NonFiniteLossError`.
     """
@@ -72,7 +72,7 @@ def of_network(objective: Objective, params: PyTree) -> dict[str, Any]:
 
 
 def of_preconditioner(preconditioner: Preconditioner | None) -> dict[str, Any]:
-    """What the optimizer adds where a measurement is preconditioned; else nothing."""
+    """The part from the optimizer, if a measurement is preconditioned; else empty."""
     if preconditioner is None:
         return {}
     settings = {
@@ -82,15 +82,15 @@ def of_preconditioner(preconditioner: Preconditioner | None) -> dict[str, Any]:
     }
     return {
         "preconditioner": settings,
-        # Of reductions over a mesh: the same up to rounding only.
+        # Computed by reductions over a mesh: equal only up to rounding.
         "preconditioner_norm": float(trees.norm(preconditioner.diagonal)),
     }
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The names of what is wanted and differs in what was found, in JSON's types.
+    """The names of the wanted entries that differ from the found ones, in JSON's types.
 
-    Numbers that were computed are compared up to rounding, everything else exactly.
+    Computed numbers are compared up to rounding, everything else exactly.
     """
     return [name for name in wanted if not _same(name, found, wanted)]
 

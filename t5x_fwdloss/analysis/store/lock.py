@@ -1,8 +1,8 @@
-"""One writer to a folder: a lock that ends with the process that holds it.
+"""One writer per folder: a lock that ends with the process that holds it.
 
-The lock is the operating system's (`flock`), so that a process that was killed holds it no
-longer. It reaches as far as the file system does: on local disks, and on most network
-disks. Remote storage (`gs://`) has none: do not start two runs into one folder there.
+The lock is the operating system's (`flock`), so that a killed process does not keep it.
+It works on local disks and on most network disks. Remote storage (`gs://`) has none: do
+not start two runs into one folder there.
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from etils import epath
 
 from t5x_fwdloss.analysis.store import files
 
-# What file systems without locks answer.
+# Errors of file systems without locks.
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextlib.contextmanager
 def held(path: epath.Path, folder: epath.PathLike) -> Iterator[None]:
-    """Hold a lock, of which the file is there as long as it is held.
+    """Hold a lock, whose file exists as long as it is held.
 
-    Where another process holds it, `StorageError` says which.
+    If another process holds it, `StorageError` names that process.
 
     Args:
         path: the file of the lock.
-        folder: what it locks.
+        folder: the folder that it locks.
     """
     if not files.is_local(path):
         yield
@@ -44,7 +44,7 @@ def held(path: epath.Path, folder: epath.PathLike) -> Iterator[None]:
             os.write(descriptor, json.dumps(_owner()).encode())
         yield
     finally:
-        # Before the lock is given up, or the file of the next holder would be removed.
+        # Before the lock is released, or this would remove the file of the next holder.
         with contextlib.suppress(OSError):
             os.unlink(path)
         os.close(descriptor)
@@ -67,7 +67,7 @@ def _locked(path, folder) -> int:
             return descriptor
         if _is_at(descriptor, path):
             return descriptor
-        # The last holder removed the file between our two calls: once more.
+        # The last holder removed the file between our two calls: try again.
         os.close(descriptor)
 
 

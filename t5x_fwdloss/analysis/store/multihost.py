@@ -1,4 +1,4 @@
-"""What all processes of a run must agree on: decided by process 0, told to the rest."""
+"""Agreement of all processes of a run: process 0 decides and tells the others."""
 
 import json
 from collections.abc import Callable
@@ -26,14 +26,14 @@ def from_primary(value: Any) -> Any:
 
 
 def from_primary_doing(is_primary: bool, action: Callable[[], Any]) -> Any:
-    """What an action of the primary process returns, in every process; JSON's types only.
+    """The result of the primary process's action, in every process; JSON's types only.
 
     Args:
         is_primary: whether this process does it.
         action: reads or writes files.
 
     Raises:
-        StorageError: what the action refused by a `ValueError`, in every process.
+        StorageError: the action raised `ValueError`; raised in every process.
     """
     found, problem = None, None
     if is_primary:
@@ -48,7 +48,7 @@ def from_primary_doing(is_primary: bool, action: Callable[[], Any]) -> Any:
 
 
 def least(value: float) -> int:
-    """The least of all processes' values, to seven digits."""
+    """The smallest of all processes' values, to seven digits."""
     if jax.process_count() == 1:
         return int(value)
     # In float32, because JAX's integers have 32 bits: about 2e9.
@@ -63,6 +63,6 @@ def any_process(flag: bool) -> bool:
 
 
 def wait(name: str) -> None:
-    """Hold every process until all are here."""
+    """Block every process until all have arrived."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)

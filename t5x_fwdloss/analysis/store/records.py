@@ -1,8 +1,8 @@
-"""Records: files that a run reads back, known to be what was written.
+"""Records: files with a checksum, which a run reads back.
 
-A record is an object in JSON that holds the SHA-256 of the rest of its content. What has
-damaged or changed it since, down to one digit, is found when it is read, so that a run
-never goes on with another number.
+A record is a JSON object that holds the SHA-256 of the rest of its content. Any later
+change, even of one digit, is found when it is read, so that a run never resumes with
+another number.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ def read(path: epath.PathLike) -> dict[str, Any]:
         path: the file.
 
     Raises:
-        StorageError: it cannot be read, or is not what was written.
+        StorageError: it cannot be read, or was changed since.
     """
     found = files.read_json(path)
     with files.reading(path):

@@ -1,9 +1,9 @@
 """The saved state of a measurement: its vectors by orbax, the rest as one JSON file.
 
-A vector does not change: it is written once, however often the state that holds it is
-saved. The JSON file is replaced last and names the vectors it belongs to, so a kill at
-any moment leaves the state before or the state after; vectors that it does not name are
-removed. Numbers in it are float64, written so that they read back the same.
+A vector does not change: it is written once, however often its state is saved. The JSON
+file is replaced last and names the vectors it belongs to, so a kill at any moment
+leaves either the old or the new state; vectors that it does not name are removed.
+Numbers in it are float64, written so that they read back the same.
 """
 
 import weakref
@@ -22,7 +22,7 @@ State = TypeVar("State")
 
 
 class _Written(NamedTuple):
-    """A vector that is on the disk; known by the first of its arrays, not kept alive."""
+    """A vector on disk, identified by a weak reference to the first of its arrays."""
 
     leaf: weakref.ref
     name: str
@@ -30,7 +30,7 @@ class _Written(NamedTuple):
 
 
 class SavedState:
-    """Where the state of one measurement is kept."""
+    """The saved state of one measurement."""
 
     def __init__(self, path: epath.Path, is_primary: bool):
         """Nothing is read or written yet.

@@ -17,9 +17,9 @@ INDEX = "vectors.json"
 
 
 def save(path: epath.Path, vectors: PyTree) -> None:
-    """Write a tree of arrays, in place of what is at `path`; whole, or nothing is there.
+    """Write a tree of arrays to `path`, replacing it; completely or not at all.
 
-    Called by every process. What cannot be written raises `StorageError`.
+    Called by every process. A failure raises `StorageError`.
     """
     with files.writing(path), _checkpointer() as checkpointer:
         checkpointer.save(path, _numbered(vectors), force=True)
@@ -27,10 +27,10 @@ def save(path: epath.Path, vectors: PyTree) -> None:
 
 
 def restore(path: epath.Path, like: PyTree) -> PyTree:
-    """The tree saved at `path`; what cannot be read raises `StorageError`.
+    """The tree saved at `path`; a failure raises `StorageError`.
 
     Args:
-        path: what `save` was given.
+        path: the path given to `save`.
         like: arrays or their descriptions, whose shapes and shardings it takes.
     """
     leaves, structure = jax.tree.flatten(like)
@@ -45,7 +45,7 @@ def restore(path: epath.Path, like: PyTree) -> PyTree:
 def save_all(path: epath.Path, vectors: Iterable[PyTree], *, is_primary: bool) -> None:
     """Write vectors as `vector_0`, ..., and last the record of their checksums.
 
-    Called by every process. What cannot be written raises `StorageError`.
+    Called by every process. A failure raises `StorageError`.
     """
     checksums = []
     for number, vector in enumerate(vectors):
@@ -66,15 +66,15 @@ def restore_all(path: epath.Path, like: PyTree, *, is_primary: bool) -> list[PyT
 
 
 def checked(path: epath.Path, like: PyTree, wanted: str) -> PyTree:
-    """The tree saved at `path`, if it still has the checksum that it had.
+    """The tree saved at `path`, with its checksum verified.
 
     Args:
-        path: what `save` was given.
+        path: the path given to `save`.
         like: arrays or their descriptions.
         wanted: the checksum.
 
     Raises:
-        StorageError: it cannot be read, or has another.
+        StorageError: it cannot be read, or its checksum differs.
     """
     vector = restore(path, like)
     if checksum(vector) != wanted:
@@ -87,7 +87,7 @@ def checked(path: epath.Path, like: PyTree, wanted: str) -> PyTree:
 
 @contextlib.contextmanager
 def _checkpointer():
-    # Orbax logs thirty lines a save; between two lines of progress that is noise.
+    # Orbax logs thirty lines per save, which would hide the progress lines.
     before = logging.get_verbosity()
     logging.set_verbosity(logging.WARNING)
     try:

@@ -18,11 +18,11 @@ from jaxtyping import Float, PyTree
 
 from t5x_fwdloss.curvature.vectors import errors, probes, trees
 
-# No relative error is believed before there are this many probes.
+# The relative error is trusted only from this many probes on.
 LEAST_PROBES = 8
-# Samples of this skewness, with fewer than `FEW_PROBES`, have too short an interval.
+# Samples this skewed, from fewer than `FEW_PROBES` probes, have too short an interval.
 SKEWED, FEW_PROBES = 1.0, 16
-# Units of rounding that an interval is never narrower than (estimators with a subspace).
+# An interval's least half width, in units of rounding (estimators with a subspace).
 ROUNDING = 10.0
 
 
@@ -38,10 +38,10 @@ class TraceEstimate:
       num_products: Products with the matrix.
       interval: Two-sided confidence interval, wider on the side of the long tail.
       confidence: The level of the interval.
-      converged: Whether the relative error asked for was met; None if none was asked.
+      converged: Whether the requested relative error was met; None if none was.
       rank: The rank of the map where the estimator exhausted its range (Hutch++ and
         XTrace): then a small error means that the trace is exact up to rounding.
-      skewness: The skewness of the samples, without bias; zero for fewer than three. A
+      skewness: The skewness of the samples, unbiased; zero for fewer than three. A
         single dominant eigenvalue makes it near $2 \sqrt 2$.
     """
 
@@ -78,7 +78,7 @@ def summarize(
     dominate, samples are skewed: a mean that is too small then comes with a standard error
     that is too small. So the quantile $q$ of the side of the long tail becomes $q +
     |\gamma| (1 + 2 q^2) / (6 \sqrt n)$, the first term of the Edgeworth expansion of
-    Student's statistic at skewness $\gamma$; that of the other side stays.
+    Student's statistic at skewness $\gamma$; that of the other side is unchanged.
 
     Intervals of 95 % of a matrix with one dominant eigenvalue, eigenvectors at random,
     cover 92 % of the time with 4 probes, 93 to 94 % with 8, and 94.3 to 95.2 % with 16 and
@@ -94,8 +94,8 @@ def summarize(
       samples: The samples.
       num_products: Products spent.
       confidence: The level of the interval.
-      relative_error: What half the interval is compared with, relative to the mean.
-      rank: The rank of the map, where it is known to be exhausted.
+      relative_error: The bound for half the interval, relative to the mean.
+      rank: The rank of the map, if it is known to be exhausted.
       least_error: A lower bound for the standard error, known from elsewhere.
 
     Returns:
@@ -133,7 +133,7 @@ def _skewness(samples) -> float:
 
 
 def _quantiles(n, confidence, skewness) -> tuple[float, float]:
-    """Standard errors to the lower and to the upper end of an interval."""
+    """Distances from mean to lower and upper end of an interval, in standard errors."""
     if n < 2:
         return math.inf, math.inf
     plain = float(scipy.stats.t.ppf(0.5 + confidence / 2, n - 1))
@@ -143,7 +143,7 @@ def _quantiles(n, confidence, skewness) -> tuple[float, float]:
 
 
 def check_counts(num_probes: int, block_size: int, confidence: float) -> None:
-    """Checks what all estimators take.
+    """Checks the arguments that all estimators share.
 
     Args:
       num_probes: The number of probes.
@@ -177,10 +177,10 @@ def probe_products(
       matvec: The product; with `block_size` above one, of stacked vectors.
       params: The parameters.
       key: The key of all probes.
-      kind: The law of the probes.
+      kind: The distribution of the probes.
       first: The number of the first probe.
-      count: How many are wanted, at most `block_size`.
-      block_size: How many are multiplied; the last block is filled up, so that one
+      count: The number wanted, at most `block_size`.
+      block_size: The number multiplied; the last block is padded, so that only one
         shape is compiled.
 
     Returns:
@@ -197,7 +197,7 @@ def probe_products(
 
 @dataclasses.dataclass
 class HutchinsonState:
-    """Where a run stands, given to `on_step` and taken back by `state`.
+    """The state of a run, passed to `on_step` and accepted as `state`.
 
     Attributes:
       samples: The quadratic form at each probe.
@@ -234,17 +234,17 @@ def hutchinson_trace(
         stacked along the first axis to their products.
       params: The parameters (or any vector), for shapes, paths and shardings.
       key: A seed or key; probe `i` is drawn from `fold_in(key, i)`.
-      num_probes: The number of probes, at most; at least two for an error.
-      kind: The law of the probes.
+      num_probes: The maximal number of probes; an error needs two.
+      kind: The distribution of the probes.
       relative_error: Stop as soon as half the confidence interval is at most this
-        part of the mean, from eight probes on.
+        fraction of the mean, from eight probes on.
       confidence: The level of the interval.
       block_size: Probes in one call of `matvec`.
       on_step: Called with the state after each call of `matvec`, to be saved.
-      state: The state of an earlier run with the same key, to go on from there.
+      state: The state of an earlier run with the same key, to resume from.
 
     Returns:
-      The estimate; the samples are kept in it.
+      The estimate, with its samples.
     """
     check_counts(num_probes, block_size, confidence)
     state = HutchinsonState() if state is None else state
@@ -276,11 +276,11 @@ def checked_inner(probe: PyTree, product: PyTree, name: str) -> float:
 
     Args:
       probe: The probe.
-      product: Its product, the vector that may not be finite.
-      name: What an error calls the product.
+      product: Its product, checked for NaN and Inf.
+      name: The name of the product in error messages.
 
     Returns:
-      The number.
+      The inner product.
 
     Raises:
       NonFiniteError: The product holds NaN or Inf.

@@ -6,7 +6,7 @@ $$ \operatorname{tr} A = \operatorname{tr} Q^T A Q + \operatorname{tr} P A P, $$
 
 and the second term is Hutchinson's estimate with fresh probes $z_i$, independent and
 unbiased given $Q$. Their variance is at most $2 \|P A P\|_F^2$, which $\|P A P z_i\|^2$
-estimates at no further product and more steadily than few samples estimate their own
+estimates without further products and more reliably than few samples estimate their own
 variance: the standard error is the larger of the two.
 """
 
@@ -24,14 +24,14 @@ from t5x_fwdloss.curvature.vectors import probes, trees
 
 @dataclasses.dataclass
 class HutchppState:
-    """Where a run stands, given to `on_step` and taken back by `state`.
+    """The state of a run, passed to `on_step` and accepted as `state`.
 
     Attributes:
       space: The basis of the subspace.
       num_sketched: Products with sketch vectors.
       exact: The quadratic form at each vector of the basis.
       samples: The quadratic form at each probe, outside of the subspace.
-      squares: The squared norm of each probe's product there.
+      squares: The squared norm of each probe's product outside of it.
     """
 
     space: basis.Basis
@@ -62,27 +62,27 @@ def hutchpp_trace(
 ) -> hutchinson.TraceEstimate:
     """The trace of a symmetric map by Hutch++.
 
-    Costs two products for each vector of the sketch and one for each probe. Where the
-    sketch holds the whole range of the map (`rank` below `sketch_size`), the samples are
-    zero up to rounding, and so is the error: the trace is exact. A product that holds
-    NaN or Inf raises `NonFiniteError`.
+    It takes two products for each vector of the sketch and one for each probe. Where
+    the sketch holds the whole range of the map (`rank` below `sketch_size`), the
+    samples are zero up to rounding, and so is the error: the trace is exact. A product
+    that holds NaN or Inf raises `NonFiniteError`.
 
     Args:
       matvec: The product; with `block_size` above one, of stacked vectors.
       params: The parameters (or any vector), for shapes, paths and shardings.
       key: A seed or key.
       sketch_size: Random vectors that span the subspace.
-      num_probes: Probes outside of it, at most.
-      relative_error: Stop when half the confidence interval is at most this part of the
-        estimate, from eight probes on.
+      num_probes: The maximal number of probes outside of it.
+      relative_error: Stop when half the confidence interval is at most this fraction of
+        the estimate, from eight probes on.
       confidence: The level of the interval.
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the subspace is kept in pinned host memory.
-      on_step: Called with the state after each call of `matvec` is worked in.
-      state: The state of an earlier run with the same key, to go on from there.
+      on_step: Called with the state after each call of `matvec` is processed.
+      state: The state of an earlier run with the same key, to resume from.
 
     Returns:
-      The estimate; `samples` are exact part plus sampled part, one for each probe.
+      The estimate; each of its `samples` is the exact part plus one probe's part.
 
     Raises:
       ValueError: A count is below one, or the confidence is not between 0 and 1.
@@ -154,7 +154,7 @@ def _probe(key, index, params, purpose):
 
 
 def _project(space, vector):
-    vector = trees.scale(1.0, vector)  # a copy: its memory is used
+    vector = trees.scale(1.0, vector)  # a copy, whose memory is reused
     for _ in range(2 if space.size else 0):
         vector = space.subtract(vector, space.coefficients(vector))
     return vector

@@ -1,9 +1,9 @@
-r"""What one set of probes tells at once: traces, Frobenius norm, diagonal.
+r"""Traces, Frobenius norm and diagonal from one set of probes.
 
 With probes $z_i$ of independent entries, mean zero and variance one:
 
 - $z^T A z$ has the mean $\operatorname{tr} A$, and its part over the entries of a group
-  has the mean of the trace of the group's diagonal block;
+  has as its mean the trace of the group's diagonal block;
 - $\|A z\|^2$ has the mean $\|A\|_F^2$;
 - $z \odot A z$ has the mean $\operatorname{diag} A$ (random signs only, here, because
   Gaussian entries give every element more variance).
@@ -31,12 +31,12 @@ LEAST_PROBES = hutchinson.LEAST_PROBES
 
 @dataclasses.dataclass
 class ProbeState:
-    """Sums over the probes so far, given to `on_step` and taken back by `state`.
+    """Sums over the probes so far, passed to `on_step` and accepted as `state`.
 
     Attributes:
       leaf_samples: For each probe the part of $z^T A z$ in each leaf.
       square_norms: For each probe $|A z|^2$.
-      mean: Running mean of $z * A z$, None where no diagonal is asked for.
+      mean: Running mean of $z * A z$, None if no diagonal is requested.
       spread: Running sum of its squared deviations.
     """
 
@@ -59,9 +59,9 @@ class ProbeEstimates:
       trace: The trace.
       groups: The trace of each group's diagonal block.
       square_norm: The squared Frobenius norm.
-      frobenius_norm: Its root.
+      frobenius_norm: Its square root.
       frobenius_error: Standard error of the root, to first order.
-      diagonal: The diagonal, a vector, where asked for.
+      diagonal: The diagonal, a vector, if requested.
       diagonal_error: Standard error of each entry.
     """
 
@@ -129,7 +129,7 @@ def probe_estimates(
       matvec: The product; with `block_size` above one, of stacked vectors.
       params: The parameters (or any vector), for shapes, paths and shardings.
       key: A seed or key; probe `i` is drawn from `fold_in(key, i)`.
-      num_probes: The number of probes, at most.
+      num_probes: The maximal number of probes.
       groups: Masks by name (`groups.group_masks`).
       diagonal: Whether to keep the running diagonal, two more vectors.
       relative_error: Stop when half the trace's interval is at most this part of it,
@@ -137,7 +137,7 @@ def probe_estimates(
       confidence: The level of the intervals.
       block_size: Probes in one call of `matvec`.
       on_step: Called with the state after each call of `matvec`.
-      state: A state to go on from.
+      state: A state to resume from.
 
     Returns:
       The estimates.

@@ -1,11 +1,11 @@
 r"""Randomized trace estimates that first take out a subspace: Hutch++ and XTrace.
 
-The subspace $Q$ is an orthonormal basis of products with random probes; what $A$ does
-in it is known exactly, and only the rest is estimated. $Q$ is built by Gram-Schmidt
-(`basis`), with every overlap measured again after it is subtracted. That
-needs the same small all-reduced Gram products as CholeskyQR2 and nothing of parameter
-size, and it keeps the triangular factor to full precision, where a Gram matrix squares
-the condition number: products with random probes are badly conditioned by nature.
+The subspace $Q$ is an orthonormal basis of products with random probes; there $A$ is
+known exactly, and only the rest is estimated. $Q$ is built by Gram-Schmidt (`basis`),
+with every overlap measured again after it is subtracted. That needs the same small
+all-reduced Gram products as CholeskyQR2, no array of parameter size, and keeps the
+triangular factor to full precision, where a Gram matrix squares the condition number:
+products with random probes are badly conditioned by nature.
 
 References:
   Meyer, Musco, Musco, Woodruff 2021, Hutch++: Optimal stochastic trace estimation.
@@ -26,15 +26,15 @@ NOISE = 50.0
 
 
 def extend(space: basis.Basis, vector: PyTree, name: str) -> tuple[np.ndarray, bool]:
-    """Orthogonalizes a vector against a basis and appends what is new.
+    """Orthogonalizes a vector against a basis and appends the remainder.
 
     Args:
       space: The basis; grows by one unless the vector lies in it.
-      vector: The vector; stays as it is.
-      name: What an error calls it.
+      vector: The vector; not modified.
+      name: Its name in error messages.
 
     Returns:
-      Coefficients of the vector in the basis as it is afterwards, and whether it grew.
+      Coefficients of the vector in the basis after the call, and whether it grew.
     """
     length = rest = trees.finite_norm(vector, name)
     coefficients = np.zeros(space.size)

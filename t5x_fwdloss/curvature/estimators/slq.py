@@ -34,7 +34,7 @@ class SpectralSamples:
 
     Attributes:
       nodes: For each probe its nodes, ascending, float64.
-      weights: For each probe its weights, positive, of sum one.
+      weights: For each probe its weights, positive, with sum one.
       dimension: The number of eigenvalues, for counts and sums.
       num_products: Products with the map.
       num_exhausted: Probes whose Krylov space became invariant: their quadrature is
@@ -55,14 +55,14 @@ class SpectralSamples:
 
 @dataclasses.dataclass
 class SlqState:
-    """Where a run stands, given to `on_step` and taken back by `state`.
+    """The state of a run, passed to `on_step` and accepted as `state`.
 
     Attributes:
       nodes: Nodes of the finished probes.
       weights: Their weights.
       num_finished: Products of the finished probes.
       num_exhausted: As in `SpectralSamples`.
-      space: The Krylov space of the probe under way, if any.
+      space: The Krylov space of the current probe, if any.
     """
 
     nodes: list[list[float]] = dataclasses.field(default_factory=list)
@@ -100,12 +100,12 @@ def slq(
       key: A seed or key; probe `i` is drawn from `fold_in(key, i)`.
       num_probes: The number of probes.
       num_steps: Lanczos steps for each, at most the dimension.
-      kind: The law of the probes.
+      kind: The distribution of the probes.
       mask: A parameter group (`groups.group_mask`) that `matvec` is restricted to; the
         density is then that of the group's diagonal block.
       basis_on_host: Whether the basis is kept in pinned host memory.
       on_step: Called with the state after each step.
-      state: The state of an earlier run, to go on from there.
+      state: The state of an earlier run, to resume from.
 
     Returns:
       Nodes and weights of each probe.
@@ -158,7 +158,7 @@ def slq(
 
 
 def quadrature(result: LanczosResult) -> tuple[np.ndarray, np.ndarray]:
-    """Nodes, ascending, and weights, of sum one, of a Lanczos run (Golub and Welsch)."""
+    """Ascending nodes and weights (sum one) of a Lanczos run (Golub and Welsch)."""
     nodes, vectors = eigh_tridiagonal(result.alphas, result.betas)
     return nodes, vectors[0] ** 2
 

@@ -1,8 +1,8 @@
-r"""Smooth spectral densities, from kept nodes and weights, at no further product.
+r"""Smooth spectral densities, from kept nodes and weights, without further products.
 
 Each probe's density is $\sum_j w_j \, \phi_\sigma(x - \theta_j)$ with a Gaussian
 $\phi_\sigma$; the density is their mean, the band its standard error over probes. The
-integral is one: times the dimension it counts eigenvalues.
+integral is one: multiplied by the dimension, it counts eigenvalues.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ class Density:
     """A density on a grid.
 
     Attributes:
-      grid: Where it is evaluated.
-      mean: The density, of integral one.
-      standard_error: Over probes; NaN for a single one.
-      low: Lower end of the band at the confidence asked for, at least zero.
+      grid: The points of evaluation.
+      mean: The density, with integral one.
+      standard_error: Standard error over probes; NaN for a single one.
+      low: Lower end of the band at the requested confidence, at least zero.
       high: Upper end.
       log_mean: Logarithm of the mean, exact far out in the tails where the mean itself
         underflows.
@@ -52,7 +52,7 @@ def default_width(samples: SpectralSamples, fraction: float = 0.01) -> float:
 def default_grid(
     samples: SpectralSamples, width: float, num_points: int = 1000
 ) -> Float[np.ndarray, " points"]:
-    """Even points over the range of the nodes and five widths beyond."""
+    """Equally spaced points over the range of the nodes and five widths beyond."""
     low, high = _range(samples)
     return np.linspace(low - 5 * width, high + 5 * width, num_points)
 
@@ -73,7 +73,7 @@ def density(
 
     Args:
       samples: The quadratures.
-      grid: Where to evaluate it; None: `default_grid`.
+      grid: The points of evaluation; None: `default_grid`.
       width: Standard deviation of the Gaussian; None: `default_width`.
       confidence: The level of the band.
 
@@ -136,7 +136,7 @@ def log_magnitudes(samples: SpectralSamples, epsilon: float = 1e-10) -> Spectral
 
     Args:
       samples: The quadratures.
-      epsilon: What keeps zero eigenvalues finite.
+      epsilon: The offset that keeps the logarithm of zero finite.
 
     Returns:
       Samples to smooth with `density`.
@@ -158,7 +158,7 @@ def log_magnitudes(samples: SpectralSamples, epsilon: float = 1e-10) -> Spectral
 def mass(
     samples: SpectralSamples, low: float = -np.inf, high: float = np.inf
 ) -> tuple[float, float]:
-    """The part of the spectrum in `[low, high]`, unsmoothed, and its standard error."""
+    """The fraction of the spectrum in `[low, high]`, unsmoothed, with standard error."""
     parts = np.array(
         [
             weights[(nodes >= low) & (nodes <= high)].sum()
@@ -173,7 +173,7 @@ def mass(
 def zero_level(
     samples: SpectralSamples, epsilon: float, rounding: float = 0.0
 ) -> float:
-    r"""The magnitude up to which an eigenvalue is zero up to rounding.
+    r"""The magnitude up to which an eigenvalue counts as zero, by rounding.
 
     It is `rounding_level` of the steps of the longest probe, times the largest
     magnitude of a node: about $10\, \epsilon \sqrt k \, \|A\|$.
@@ -181,7 +181,7 @@ def zero_level(
     Args:
       samples: The quadratures.
       epsilon: The unit of rounding of the products (`trees.epsilon` of a vector).
-      rounding: A measured relative error of the products, where it is larger.
+      rounding: A measured relative error of the products, if it is larger.
 
     Returns:
       The level, in the unit of the eigenvalues; zero for a zero matrix.
@@ -194,10 +194,10 @@ def zero_level(
 def signs(
     samples: SpectralSamples, level: float
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """The negative and the zero part of the spectrum, each with its standard error.
+    """The negative and the zero fraction of the spectrum, each with its standard error.
 
     Rounding gives the null space of a matrix nodes of either sign, so that their sign
-    means nothing: negative is what lies below `-level`, zero what lies within `level`.
+    means nothing: nodes below `-level` count as negative, those within `level` as zero.
 
     Args:
       samples: The quadratures.

@@ -1,4 +1,4 @@
-r"""XTrace: the trace of a symmetric map, every probe used for the subspace and the rest.
+r"""XTrace: the trace of a symmetric map; each probe serves the subspace and the rest.
 
 For probes $\omega_1 \dots \omega_k$ let $Q_{(i)}$ be an orthonormal basis of the products
 with all probes but number $i$. Each
@@ -7,12 +7,12 @@ $$ t_i = \operatorname{tr} Q_{(i)}^T A Q_{(i)} + \alpha_i \, \omega_i^T P_{(i)} 
    \omega_i, \qquad P_{(i)} = I - Q_{(i)} Q_{(i)}^T $$
 
 is a Hutch++ estimate with one probe; XTrace is their mean, from $2 k$ products. The
-probes are Gaussian and $\alpha_i = (n - r_i) / \|P_{(i)} \omega_i\|^2$ takes the
-randomness of their length out (the $r_i$ are ranks). All of it comes from small
+probes are Gaussian and $\alpha_i = (n - r_i) / \|P_{(i)} \omega_i\|^2$ removes the
+randomness of their length (the $r_i$ are ranks). All of it is computed from small
 matrices: $R = Q^T A \Omega$, $H = Q^T A Q$ and $W = Q^T \Omega$.
 
-The $t_i$ share most of their subspace, and the spread among them is too small an error
-for their mean (intervals of 90 % covered 82 % of the time). The error reported is the
+The $t_i$ share most of their subspace, and their spread underestimates the error of
+their mean (intervals of 90 % covered 82 % of the time). The error reported is the
 jackknife's, from the same small matrices: it is never too small on average (Efron and
 Stein), and up to four times too large where the spectrum decays fast.
 
@@ -49,7 +49,7 @@ _no_numbers = functools.partial(np.zeros, 0)
 
 @dataclasses.dataclass
 class XtraceState:
-    """The vectors and the small matrices, grown probe by probe: where a run stands.
+    """The state of a run: vectors and small matrices, grown probe by probe.
 
     The probes are not part of it: `draw_again` draws them from the key.
 
@@ -84,12 +84,12 @@ class XtraceState:
         return len(self.quadratic) + len(self.h)
 
     def draw_again(self, params: PyTree, key: probes.Key) -> None:
-        """Puts the probes of a saved state in their place."""
+        """Draws the probes of a saved state again."""
         for number in range(self.omega.size, len(self.quadratic)):
             self.omega.append(draw_probe(params, key, number), 1.0)
 
     def add_probe(self, probe, product, name):
-        """Takes in one probe and its product; returns the new q, or None."""
+        """Adds one probe and its product; returns the new q, or None."""
         number = self.omega.size
         self.omega.append(probe, 1.0)
         inner = float(trees.inner(probe, product))
@@ -108,7 +108,7 @@ class XtraceState:
         return q
 
     def add_row(self, q_product):
-        """Takes in the product with the oldest q that has none yet."""
+        """Adds the product with the oldest q that has none yet."""
         column = self.space.coefficients(q_product)
         known = len(self.h)
         self.h = _grown(self.h, known + 1, known + 1)
@@ -121,7 +121,7 @@ class XtraceState:
         count = self.omega.size
         if self.space.size < count:  # the range is exhausted, whichever is left out
             return np.full(count, np.trace(self.h)), 0.0
-        # Column i is orthogonal to all columns of R but number i: what is lost with it.
+        # Column i is orthogonal to all columns of R but number i: what Q loses with it.
         lost = np.linalg.inv(self.r).T
         lost /= np.linalg.norm(lost, axis=0)
         samples = np.array(
@@ -190,18 +190,18 @@ def xtrace(
         symmetric.
       params: The parameters (or any vector), for shapes, paths and shardings.
       key: A seed or key.
-      num_probes: Probes, at most; never more than there are dimensions, plus one.
-      relative_error: Stop when half the confidence interval is at most this part of the
-        estimate, from eight probes on.
+      num_probes: The maximal number of probes, itself at most the dimension plus one.
+      relative_error: Stop when half the confidence interval is at most this fraction of
+        the estimate, from eight probes on.
       confidence: The level of the interval (Student's t).
       block_size: Vectors in one call of `matvec`.
       basis_on_host: Whether the vectors are kept in pinned host memory.
       on_step: Called with the state after each block of probes.
-      state: The state of an earlier run with the same key, to go on from there.
+      state: The state of an earlier run with the same key, to resume from.
 
     Returns:
       The estimate; `samples` are the leave-one-out estimates, `rank` is set where the
-      range of the map was exhausted: then the error is one of rounding only.
+      range of the map was exhausted: then only rounding errors remain.
 
     Raises:
       ValueError: A count is below two, or the confidence is not between 0 and 1.
@@ -224,7 +224,7 @@ def xtrace(
         estimate = summary()
     while (first := sketch.omega.size) < num_probes:
         if sketch.space.size < first - 1:
-            break  # the range is exhausted: more probes tell nothing new
+            break  # the range is exhausted: more probes add nothing
         if first >= hutchinson.LEAST_PROBES and estimate and estimate.converged:
             break
         count = min(block_size, num_probes - first)

@@ -1,9 +1,9 @@
-r"""An orthonormal basis of vectors that grows one by one and is read a few rows at a time.
+r"""An orthonormal basis that grows vector by vector and is read a few vectors at a time.
 
-A pass of classical Gram-Schmidt reads each row twice, once for the coefficients
-$c = V^T w$ and once for $w - V c$, and `w` once for `ROWS` of them; vector by vector it
-would read, and write, `w` for each. A row that is appended keeps the memory it was
-computed in. Rows may live in host memory: then a few at a time visit the device.
+A pass of classical Gram-Schmidt reads each basis vector twice, once for $c = V^T w$ and
+once for $w - V c$, and `w` once for `ROWS` of them; one vector at a time would read,
+and write, `w` for each. An appended vector keeps the memory it was computed in. Basis
+vectors may stay in host memory, a few at a time on the device.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from t5x_fwdloss.curvature.krylov import rows as row_ops
 from t5x_fwdloss.curvature.vectors import in_flight, trees
 from t5x_fwdloss.curvature.vectors import layout as shardings_lib
 
-# Rows that one program reads.
+# Basis vectors that one compiled function reads.
 ROWS = 4
-# Rows that stay on the device where the others do not: the recurrence reads them next.
+# Basis vectors always kept on the device: the recurrence reads them next.
 ON_DEVICE = 2
 
 
 @dataclasses.dataclass
 class Basis:
-    """Vectors that stay as they are once appended.
+    """Vectors that do not change once appended.
 
     Attributes:
       like: A vector that gives shapes, types and shardings; only these are kept.
-      on_host: Whether all but the newest rows are kept in pinned host memory.
-      vectors: The rows, trees like the parameters.
+      on_host: Whether all but the newest vectors are kept in pinned host memory.
+      vectors: The basis vectors, trees like the parameters.
     """
 
     like: PyTree
@@ -38,7 +38,7 @@ class Basis:
     vectors: list[PyTree] = dataclasses.field(default_factory=list)
 
     def __post_init__(self):
-        """Keeps no memory of `like`, and moves what belongs on the host there."""
+        """Drops the arrays of `like`, and moves vectors to the host with `on_host`."""
         self.like = shardings_lib.described(self.like)
         self.shardings = tuple(
             map(shardings_lib.sharding_of, jax.tree.leaves(self.like))
@@ -77,7 +77,7 @@ class Basis:
     def coefficients(self, w: PyTree) -> Float[np.ndarray, " size"]:
         """The inner products of `w` with all vectors, float64 on the host; one read."""
         whole = self.size - self.size % ROWS
-        # One by one at the end: a program for each remainder is not worth compiling.
+        # One by one at the end: no remainder is worth a compilation of its own.
         groups = [self._rows(first, ROWS) for first in range(0, whole, ROWS)]
         groups += [self._rows(index, 1) for index in range(whole, self.size)]
         parts = [
@@ -95,7 +95,7 @@ class Basis:
             if not part.any():
                 continue
             rows = self._rows(first, ROWS)
-            rows += rows[:1] * (ROWS - len(rows))  # one program: the rest times zero
+            rows += rows[:1] * (ROWS - len(rows))  # one shape: the rest times zero
             c = jnp.asarray(np.r_[part, np.zeros(ROWS - len(part))], dtype)
             w = row_ops.subtract(w, rows, c, shardings=self.shardings)
             in_flight.limited(number, w)
@@ -109,7 +109,7 @@ class Basis:
         return self.subtract(zero, -np.asarray(coefficients, np.float64))
 
     def rotated(self, rotation: np.ndarray) -> "Basis":
-        """The basis of the columns of `rotation`, `[size, n]`; this one stays as it is."""
+        """A new basis, from the columns of `rotation`, `[size, n]`."""
         result = Basis(self.like, on_host=self.on_host)
         for number, column in enumerate(rotation.T):
             (used,) = np.nonzero(column)

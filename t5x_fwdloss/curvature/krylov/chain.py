@@ -1,9 +1,9 @@
 r"""Lanczos in the complement of a Krylov space, by its three-term recurrence alone.
 
-It is grown from a fresh random vector to see whether the space overlooked an eigenvector
-(`places` says how), which it almost never did: so it keeps two vectors and no basis. What
-rounding does to their orthogonality (Paige 1971) repeats values of the complement but
-moves none of them outwards.
+It starts from a fresh random vector to see whether the space overlooked an eigenvector
+(`places` says how). That is rare, so it keeps two vectors and no basis. The loss of
+orthogonality by rounding (Paige 1971) repeats values of the complement but moves none
+of them outwards.
 
 References:
   Paige 1971, The computation of eigenvalues and eigenvectors of very large sparse
@@ -29,7 +29,7 @@ class Chain:
       last: The vector to be multiplied next, of norm one.
       before: The vector before it.
       alphas: $\alpha_1 \dots \alpha_k$.
-      betas: $\beta_1 \dots \beta_k$; the last is zero where the complement holds no more.
+      betas: $\beta_1 \dots \beta_k$; the last is zero if the complement is exhausted.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Chain:
 
     @classmethod
     def start(cls, space: Krylov, vector: PyTree, number: int) -> "Chain | None":
-        """A chain from what a vector has outside of a space; None where that is nothing.
+        """A chain from a vector's part outside of a space; None if that part is zero.
 
         Args:
           space: The space.
@@ -53,12 +53,12 @@ class Chain:
         return cls(number, trees.scale(1.0 / after, rest))
 
     def step(self, space: Krylov, matvec: trees.Matvec, name: str) -> None:
-        """One product with $A$, and what is new of it.
+        """One step: a product with $A$, and its new part.
 
         Args:
           space: The space, as it was at the start.
           matvec: The product.
-          name: What an error calls it.
+          name: Its name in error messages.
         """
         product, *_ = space.cleared(matvec(self.last), name)
         coupling = self.betas[-1] if self.betas else 0.0

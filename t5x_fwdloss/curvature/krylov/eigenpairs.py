@@ -1,13 +1,13 @@
 r"""The largest and smallest eigenpairs of a symmetric map, each with its true residual.
 
 The Krylov space grows until the estimated residuals $\|A y - \theta y\|$ of all wanted
-Ritz pairs are small enough: `tolerance` times that pair's own $|\theta|$, plus what
-rounding leaves whatever the steps (`rounding_level`, relative to the largest
-$|\theta|$). Then a fresh random vector looks in the complement of the space for copies of
-the values found, as far as these would move another place (`places`): where one is found
-the space grows on from that vector, too. At the end each pair costs one more product,
-which gives its Rayleigh quotient and its true residual $r$. There is an eigenvalue within
-$r$ of the number reported, whatever happened before.
+Ritz pairs are small enough: `tolerance` times that pair's own $|\theta|$, plus a level
+of rounding that no step reduces (`rounding_level`, relative to the largest $|\theta|$).
+Then Lanczos from a fresh random vector searches the complement of the space for copies
+of the values found that would move another place (`places`): if there is one, the space
+grows from that vector, too. At the end each pair costs one more product, which gives
+its Rayleigh quotient and its true residual $r$. An eigenvalue within $r$ of the
+reported number exists in every case.
 """
 
 import collections.abc
@@ -27,13 +27,13 @@ from t5x_fwdloss.curvature.krylov.places import End
 from t5x_fwdloss.curvature.krylov.space import Krylov, rounding_level
 from t5x_fwdloss.curvature.vectors import probes, trees
 
-# The part of the steps after which an end that is converged is settled on its own.
+# The fraction of the steps after which a converged end is settled on its own.
 LATE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What is asked for, and of a space of which dimension."""
+    """The wanted pairs, and the dimension of the space."""
 
     num_largest: int
     num_smallest: int
@@ -90,36 +90,36 @@ def eigenpairs(
 ) -> EigenpairsResult:
     """The eigenpairs at both ends of the spectrum of `matvec`.
 
-    A single start vector sees one direction of each eigenspace, several of them (a
-    block start) as many. Multiplicities beyond that are found with fresh random
-    vectors: where the space becomes invariant before there are enough pairs, and where
-    the pairs are converged, until no copy of a value in front of the last place is
-    overlooked, with a chance of at most one in a hundred for each end. Places that
-    `max_steps` or `max_basis` leaves open are not settled, and so not converged. A
-    product that holds NaN or Inf raises `NonFiniteError`.
+    One start vector sees one direction of each eigenspace, a block of several sees as
+    many. Multiplicities beyond that are found with fresh random vectors: where the
+    space becomes invariant before there are enough pairs, and where the pairs are
+    converged, until no copy of a value in front of the last place is overlooked, with a
+    chance of at most one in a hundred for each end. Places that `max_steps` or
+    `max_basis` leaves open are not settled, and so not converged. A product that holds
+    NaN or Inf raises `NonFiniteError`.
 
     Args:
       matvec: Product with a symmetric matrix: vector to vector.
       start: The start vector, or a list of them; their shardings are kept throughout.
       num_largest: Pairs wanted at the upper end.
       num_smallest: Pairs wanted at the lower end.
-      max_steps: Largest number of products, but for one for each pair at the end.
+      max_steps: Largest number of products, without the one for each pair at the end.
       tolerance: Residual at which to stop, relative to each pair's own magnitude.
       rounding: A measured relative error of the products, added to the residual at
-        which to stop, relative to the largest magnitude, where it is larger than what
-        the type of the vectors makes of it.
+        which to stop, relative to the largest magnitude, if it is larger than that
+        of the vectors' dtype.
       max_basis: Largest number of vectors held; beyond it the space is restarted with
         the best Ritz vectors. None: three for each pair and ten more.
-      dimension: The dimension of the space on which `matvec` acts, where it is smaller
+      dimension: The dimension of the space on which `matvec` acts, if it is smaller
         than the number of parameters (a parameter group).
       basis_on_host: Whether the basis is kept in pinned host memory.
-      fresh: `fresh(i)` gives the fresh vector number `i`, whose entries should be
-        normal; None: from seed `i`.
+      fresh: `fresh(i)` returns random vector number `i`, whose entries should be
+        normal; None: drawn from seed `i`.
       on_step: Called with the state after each step.
-      state: The state of an earlier run, to go on from there.
+      state: The state of an earlier run, to resume from.
 
     Returns:
-      The pairs; those not converged are marked so.
+      The pairs, each marked as converged or not.
 
     Raises:
       ValueError: A count or the tolerance is out of range, or all starts are zero.
@@ -153,7 +153,7 @@ def eigenpairs(
 
 @dataclasses.dataclass(frozen=True)
 class _Search:
-    """The search under way: each step takes one product."""
+    """A search in progress: each step takes one product."""
 
     matvec: trees.Matvec
     wanted: _Wanted
@@ -163,7 +163,7 @@ class _Search:
     max_steps: int
 
     def step(self) -> bool:
-        """One step; false where there is nothing left to do."""
+        """One step; false if nothing is left to do."""
         state, wanted = self.state, self.wanted
         if state.space.num_expanded >= wanted.total:
             return False
@@ -185,7 +185,7 @@ class _Search:
         ready = len(converged) == len(found) or self._late
         if state.chain is None and unsettled and ready and not state.crowded:
             state.chain = Chain.start(state.space, *self._draw())
-            if state.chain is None:  # the space is the whole one
+            if state.chain is None:  # the basis is complete
                 self._note_checked(unsettled)
         if state.chain is not None:
             self._look(state.chain, unsettled)
@@ -199,7 +199,7 @@ class _Search:
         return self.state.num_products >= LATE * self.max_steps
 
     def _converged(self, found, missing):
-        # A zero scale tells nothing of a matrix before the space is invariant.
+        # A zero scale says nothing about a matrix before the space is invariant.
         known = found.allowed.max() > 0.0 or self.state.space.exhausted
         value, number = missing
         return found.converged and known and found.number_beyond(value) >= number
@@ -220,7 +220,7 @@ class _Search:
         return self.fresh(number), number
 
     def _look(self, chain, unsettled):
-        """One step of the chain, and what follows from it."""
+        """One step of the chain, and its consequences."""
         state = self.state
         chain.step(state.space, self.matvec, f"Lanczos step {state.num_products + 1}")
         values = chain.values()
@@ -247,7 +247,7 @@ class _Search:
             state.grow_until = state.num_products + waiting * steps
 
     def _take_in(self, chain):
-        """Lets the space grow from the chain's start vector, too, to show the copy."""
+        """Grows the space from the chain's start vector, too, to reveal the copy."""
         state, space = self.state, self.state.space
         waiting = space.basis.size - space.num_expanded + 1
         state.crowded = waiting + self.wanted.count + 1 > self.max_basis
@@ -283,12 +283,12 @@ class _Search:
 
 
 def default_basis(num_pairs: int, num_starts: int) -> int:
-    """The `max_basis` where none is given: it grows with the pairs, not the steps."""
+    """The default `max_basis`: it grows with the pairs, not the steps."""
     return max(3 * num_pairs + 10, smallest_basis(num_pairs, num_starts))
 
 
 def smallest_basis(num_pairs: int, num_starts: int) -> int:
-    """The least `max_basis` that has room for the pairs when the space is restarted."""
+    """The smallest `max_basis` with room for the pairs when the space is restarted."""
     return num_pairs + num_starts + 2
 
 
@@ -363,9 +363,9 @@ def _finish(matvec, state, wanted):
 
 
 def _orthonormal(vectors):
-    """The vectors, each cleared of those before it: the basis is less orthogonal.
+    """The vectors, orthogonalized again: the basis is less orthogonal than this.
 
-    What is left of a vector with a large eigenvalue would be seen in the residual of a
+    A remainder of a vector with a large eigenvalue would show in the residual of a
     small one, multiplied by the large eigenvalue.
     """
     found = []

@@ -1,4 +1,4 @@
-"""Where a search for eigenpairs stands, and what it ends with."""
+"""The state and the result of a search for eigenpairs."""
 
 import dataclasses
 
@@ -12,27 +12,27 @@ from t5x_fwdloss.curvature.krylov.space import Krylov
 
 @dataclasses.dataclass(frozen=True)
 class EigenpairsResult:
-    r"""Eigenpairs: the largest in falling order, then the smallest in rising order.
+    r"""Eigenpairs: the largest in descending order, then the smallest ascending.
 
     Attributes:
       eigenvalues: Rayleigh quotients of the eigenvectors, float64.
       eigenvectors: Vectors of norm one.
-      ends: For each pair, the end of the spectrum it belongs to.
+      ends: For each pair, its end of the spectrum.
       residuals: True residual norms $\|A y - \theta y\|$, by one more product each.
-      converged: Whether the residual is allowed and the place is settled.
+      converged: Whether the residual is at most `allowed` and the place is settled.
       allowed: The largest residual of a converged pair: `tolerance` times $|\theta|$,
-        plus what rounding leaves, `rounding` times `scale`.
-      settled: Whether the pair is known to be the one that its place says: a fresh
+        plus the level of rounding, `rounding` times `scale`.
+      settled: Whether the pair is known to belong in its place: a fresh
         random start showed no further copy of an eigenvalue in front of it (`places`).
       scale: The largest $|\theta|$ seen: the norm of $A$ on the space.
-      tolerance: The relative residual asked for.
+      tolerance: The requested relative residual.
       rounding: The relative level of rounding, `rounding_level`.
       orthogonality: Largest entry of $|Y^T Y - I|$ over the eigenvectors.
       num_steps: Products spent on the Krylov space and on settling the places.
       num_products: All products, those for the residuals included.
       num_restarts: Thick restarts.
       exhausted: Whether the Krylov space became invariant.
-      history: Rows `[step, theta_1, estimate_1, ...]` of the wanted pairs, one a step
+      history: Rows `[step, theta_1, estimate_1, ...]` of the wanted pairs, one per step
         (NaN before there are as many Ritz values).
     """
 
@@ -56,14 +56,14 @@ class EigenpairsResult:
 
 @dataclasses.dataclass
 class EigenpairsState:
-    """Where a run stands, given to `on_step` and taken back by `state`.
+    """The state of a run, passed to `on_step` and accepted as `state`.
 
     Attributes:
       space: The Krylov space.
       history: As in the result, a list of rows.
       num_restarts: Thick restarts so far.
       num_fresh: Fresh random vectors so far.
-      chain: Lanczos in the complement of `space`, while one looks there for copies.
+      chain: Lanczos in the complement of `space`, during a search for copies there.
       checked: For each end, the innermost value of which no copy was overlooked.
       missing: For each end, a value of the complement that moves its last place, and
         how many values there must be as far out: the space grows until there are.
@@ -91,5 +91,5 @@ class EigenpairsState:
         return self.space.num_products + (len(self.chain.alphas) if self.chain else 0)
 
     def end_chain(self) -> None:
-        """Gives the chain up; its products count."""
+        """Drops the chain; its products still count."""
         self.space.num_products, self.chain = self.num_products, None

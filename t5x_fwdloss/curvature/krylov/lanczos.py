@@ -26,8 +26,8 @@ class LanczosResult:
       betas: $\beta_1 \dots \beta_k$; the last one couples to $q_{k+1}$, outside of
         $T_k$, and is zero where the space is invariant.
       basis: $q_1 \dots q_k$, and $q_{k+1}$ unless the space is invariant.
-      exhausted: Whether the space is invariant: every eigenvector that the start
-        vector holds is in it.
+      exhausted: Whether the space is invariant: it contains every eigenvector that the
+        start vector has a part in.
       start_norm: The norm of the start vector.
     """
 
@@ -54,12 +54,12 @@ def lanczos(
 
     Args:
       matvec: Product with a symmetric matrix: vector to vector.
-      start: The start vector, any norm but zero; its shardings are kept throughout.
+      start: The start vector, not zero; its shardings are kept throughout.
       num_steps: Largest number of products.
       basis_on_host: Whether the basis is kept in pinned host memory, a few vectors at
         a time on the devices.
       on_step: Called with the space after each step.
-      space: A space to go on with, as `on_step` saw it; `start` is then not read.
+      space: A space to resume from, as passed to `on_step`; `start` is then not read.
 
     Returns:
       The result.

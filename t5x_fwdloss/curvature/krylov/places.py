@@ -2,27 +2,27 @@ r"""Which places at the ends of a spectrum are settled.
 
 The $i$-th largest Ritz value is the $i$-th largest eigenvalue only if the Krylov space
 overlooked none above it. A start vector $s$ sees one direction of each eigenspace, and
-every eigenvector that is not orthogonal to $s$ shows in the end. So what is overlooked are
-copies: unit eigenvectors $u$ of an eigenvalue $\lambda$ that was found, orthogonal to the
-whole space. A copy of the last place asked for changes nothing; a copy of an earlier
-one, whose value differs, moves every place behind it.
+every eigenvector that is not orthogonal to $s$ shows in the end. So only copies can be
+overlooked: unit eigenvectors $u$ of an eigenvalue $\lambda$ that was found, orthogonal
+to the whole space. A copy of the last wanted place changes nothing; a copy of an
+earlier one, whose value differs, moves every place behind it.
 
-A fresh random vector $f$ tells. Let $P$ project onto the complement of the space. Then
-$P A P u = \lambda u$, and Lanczos on $P A P$ from $f / \|f\|$, with $T$ of diagonal
-$\alpha$ and off-diagonal $\beta$, has basis vectors $q_k$ with $\langle q_k, u \rangle =
-p_k(\lambda) \langle q_0, u \rangle$, where
+A fresh random vector $f$ decides. Let $P$ project onto the complement of the space.
+Then $P A P u = \lambda u$, and Lanczos on $P A P$ from $f / \|f\|$, with $T$ of
+diagonal $\alpha$ and off-diagonal $\beta$, has basis vectors $q_k$ with
+$\langle q_k, u \rangle = p_k(\lambda) \langle q_0, u \rangle$, where
 
 $$ p_0 = 1, \quad
    \beta_k p_{k+1}(\lambda) = (\lambda - \alpha_k) p_k(\lambda) - \beta_{k-1} p_{k-1}. $$
 
 None is larger than one, hence $\langle q_0, u \rangle^2 \le 1 / \max_k p_k(\lambda)^2$,
 which falls geometrically where $\lambda$ lies outside of the values of the complement.
-(Rounding adds to $\langle q_k, u \rangle$ what it made of earlier vectors, grown by the
-same recurrence: less than $\langle q_0, u \rangle$ gives it by the ratio of the unit of
-rounding to that.) But $\langle q_0, u \rangle^2$ of a normal $f$ in $d$ dimensions is
-Beta(1/2, (d - 1)/2), and below $x$ with a chance of at most $\sqrt{2 d x / \pi}$. So the
-chance that a copy exists and was not seen falls below any level in a few products, or a
-value of the complement moves beyond the last place: then a copy was found.
+(Rounding errors of earlier vectors add to $\langle q_k, u \rangle$, grown by the same
+recurrence, but less than $\langle q_0, u \rangle$ does, by the ratio of the unit of
+rounding to it.) But $\langle q_0, u \rangle^2$ of a normal $f$ in $d$ dimensions is
+Beta(1/2, (d - 1)/2), and below $x$ with a chance of at most $\sqrt{2 d x / \pi}$. So
+the chance that a copy exists and was not seen falls below any level in a few products,
+or a value of the complement moves beyond the last place: then a copy was found.
 
 References:
   Parlett 1998, The Symmetric Eigenvalue Problem, section 13.10 (multiplicities).
@@ -44,7 +44,7 @@ SIGNS: dict[End, float] = {"largest": 1.0, "smallest": -1.0}
 OVERLOOKED = 0.01
 # A part of a copy as small as this hardly moves its value in the complement.
 HIDDEN = 0.01
-# Above this a growth is certain to suffice, and would only overflow.
+# A growth beyond this certainly suffices, and would only overflow.
 LARGE = 1e50
 
 
@@ -84,7 +84,7 @@ class Places:
         """Whether no copy can have moved a place, the last one by default.
 
         Args:
-          checked: The innermost value of which copies are known not to be overlooked.
+          checked: The innermost value of which no copy was overlooked.
           index: The place.
         """
         values = self.before(index % len(self.values))
@@ -110,7 +110,7 @@ def allowed_residuals(
     Args:
       values: All Ritz values of a space.
       tolerance: $\tau$, relative to each value itself.
-      level: $\rho$, what rounding leaves, relative to the largest (`rounding_level`).
+      level: $\rho$, the level of rounding, relative to the largest (`rounding_level`).
 
     Returns:
       The residuals.
@@ -140,7 +140,7 @@ def growth(chain: Chain, value: float) -> Float[np.ndarray, " k"]:
 
 
 def chance_overlooked(chain: Chain, value: float, dimension: int) -> float:
-    """The chance that a copy of an eigenvalue exists in the complement and is not seen.
+    """The chance that a copy of an eigenvalue exists in the complement, unseen.
 
     Args:
       chain: Lanczos in the complement, from one normal vector.
@@ -155,7 +155,7 @@ def chance_overlooked(chain: Chain, value: float, dimension: int) -> float:
 
 
 def steps_to_show(chain: Chain, value: float) -> int:
-    """Steps after which a copy shows of which the space holds the part `HIDDEN`.
+    """Steps after which a copy shows, if the space holds the part `HIDDEN` of it.
 
     Args:
       chain: Lanczos in the complement, which ruled out a copy there.

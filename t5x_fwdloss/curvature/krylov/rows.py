@@ -1,9 +1,9 @@
-"""Compiled operations on vectors and on a few rows of a basis at once; `basis` drives them.
+"""Compiled operations on vectors and a few basis vectors at once; `basis` calls them.
 
-Rows are a tuple of vectors, each in its own memory: one program reads them together, and
-writes into the memory of a vector that nobody reads any more. (Stacked in one array they
-have to be copied there, and on CPUs their inner products were seen to take twice as long.)
-A sharded leaf is summed where it lies and only numbers are exchanged. Every function takes
+`rows` is a tuple of basis vectors, each in its own memory: one compiled function reads
+them all, and writes into the memory of a vector that is no longer needed. (One stacked
+array would need a copy, and on CPUs its inner products took twice as long.) A sharded
+leaf is summed on its own devices and only numbers are exchanged. Every function takes
 the shardings that its results must keep.
 """
 

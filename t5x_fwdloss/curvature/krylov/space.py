@@ -31,7 +31,7 @@ from t5x_fwdloss.curvature.vectors import trees
 # A remainder of this many units of rounding, relative to the norm of T, is noise.
 BREAKDOWN = 10.0
 SQRT_HALF = math.sqrt(0.5)
-# What a second pass shrinks this much, too, lies in the space up to rounding.
+# A vector that the second pass also shrinks this much is in the space up to rounding.
 IN_SPACE = 0.1
 
 
@@ -91,16 +91,16 @@ class Krylov:
         return float(np.linalg.norm(self.projected, axis=0).max())
 
     def add_start(self, vector: PyTree, name: str = "start vector") -> bool:
-        """Adds a vector to be expanded, made orthogonal to those there.
+        """Adds a vector to be expanded, made orthogonal to the basis.
 
         NaN or Inf in it raises `NonFiniteError`, as in `expand`.
 
         Args:
           vector: The vector; any norm.
-          name: What an error calls it.
+          name: Its name in error messages.
 
         Returns:
-          Whether it was independent of the vectors there.
+          Whether it was linearly independent of the basis.
         """
         rest, _, before, after = self.cleared(vector, name)
         if after <= BREAKDOWN * self._eps * before:
@@ -116,8 +116,8 @@ class Krylov:
         NaN or Inf in it raises `NonFiniteError`.
 
         Args:
-          vector: The vector; stays as it is.
-          name: What an error calls it.
+          vector: The vector; not modified.
+          name: Its name in error messages.
 
         Returns:
           The rest, the coefficients of what was subtracted, and the norms of vector and
@@ -138,11 +138,11 @@ class Krylov:
         self.projected = grown
 
     def expand(self, matvec: trees.Matvec) -> float:
-        r"""Multiplies the next vector by $A$ and appends what is new, one step.
+        r"""One step: multiplies the next vector by $A$ and appends the new part.
 
         Args:
           matvec: The product with $A$, a symmetric linear map. It must not keep its
-            result, whose memory is used again.
+            result, whose memory is reused.
 
         Returns:
           The norm of the new part, zero at a breakdown: no vector was appended.
@@ -153,8 +153,8 @@ class Krylov:
         w = matvec(v)
         self.num_products += 1
 
-        # The coupling to the vector before is known from the symmetry of T. What there
-        # is more of them, in a band or after a restart, is left to the passes.
+        # The coupling to the vector before is known from the symmetry of T. Further
+        # ones, in a band or after a restart, are left to the passes.
         known, previous, coefficient = np.flatnonzero(self.projected[j, :j]), None, 0.0
         if len(known):
             previous = self.basis.row(int(known[-1]))

@@ -6,8 +6,8 @@ function `(params, v, *args)`, to be jitted by the caller; `args` is passed on t
 loss, usually one batch. Nothing is normalized here: the products are those of the
 function given, so a sum over tokens stays a sum.
 
-Parameters that are not of a float type are constants; in a vector they are `None`.
-Tangents are cast to the type of their parameter, results to float32 or wider.
+Parameters without a float type are constants; in a vector they are `None`. Tangents are
+cast to the type of their parameter, results to float32 or wider.
 
 References:
   Pearlmutter 1994, Fast exact multiplication by the Hessian, section 4.
@@ -42,8 +42,8 @@ def tangent(v: PyTree, params: PyTree) -> PyTree:
 def directional_derivative(loss: Function) -> Function:
     r"""The function `(params, v, *args) -> (f, <g, v>)`, by one forward pass.
 
-    The tangent is pushed through the loss itself, so a loss with a `jax.custom_vjp`
-    rule (T5X's own) cannot be used here.
+    The loss itself needs forward mode, so a loss with a `jax.custom_vjp` rule (T5X's
+    own) cannot be used here.
 
     Args:
       loss: `(params, *args) -> scalar`.
@@ -83,11 +83,11 @@ def hessian_product(loss: Function, mode: str = "forward_over_reverse") -> Funct
     Args:
       loss: `(params, *args) -> scalar`.
       mode: The order of the two derivatives. `"forward_over_reverse"`, the derivative
-        of $g(\theta + t v)$ in $t$, takes least time and memory and works for losses
-        with a custom VJP rule; `"reverse_over_forward"`, the gradient of
+        of $g(\theta + t v)$ in $t$, takes the least time and memory and works for
+        losses with a custom VJP rule; `"reverse_over_forward"`, the gradient of
         $\langle g, v \rangle$ by a forward pass, needs a loss with a forward mode;
         `"reverse_over_reverse"` is the gradient of $\langle g, v \rangle$ by two
-        backward passes. All three are the same number up to rounding.
+        backward passes. All three give the same numbers up to rounding.
 
     Returns:
       The function.
@@ -123,8 +123,8 @@ def gauss_newton_product(outputs: Function, output_hessian: Function) -> Functio
 
     Args:
       outputs: `(params, *args) -> z`, any pytree of float arrays.
-      output_hessian: `(z, u, *args) -> H_L u`, symmetric, in the shapes of $z$; with
-        weights and normalizer, if any.
+      output_hessian: `(z, u, *args) -> H_L u`, symmetric, in the shapes of $z$,
+        including weights and normalizer, if any.
 
     Returns:
       The function.
@@ -148,7 +148,7 @@ def sandwich(
     args: tuple,
     transpose: Function | None = None,
 ) -> PyTree:
-    """The vector `J^T H_L J v`, where the outputs are linearized already.
+    """The vector `J^T H_L J v`, from outputs already linearized.
 
     Args:
       z: The outputs.
@@ -157,7 +157,7 @@ def sandwich(
       params: The parameters.
       v: The vector.
       args: Further arguments of `output_hessian`.
-      transpose: The map `u -> J^T u`; None: made from `jacobian`.
+      transpose: The map `u -> J^T u`; None: derived from `jacobian`.
 
     Returns:
       The product.

@@ -1,21 +1,21 @@
 r"""A linearized function, rewritten to read less memory in each product.
 
-What `jax.linearize` leaves is a linear program with the network's *residuals* as
-constants, one for each factor of the chain rule: eighteen arrays of a gated GELU's width,
-where its second derivative has four coefficients. Products are bound by reading them.
-`fold` rewrites the program once, at linearization:
+`jax.linearize` returns a linear jaxpr with the network's *residuals* as constants, one
+for each factor of the chain rule: eighteen arrays of a gated GELU's width, where its
+second derivative has four coefficients. Reading them dominates the time of products.
+`fold` rewrites the jaxpr once, at linearization:
 
-* Sums and products with constants are collected into forms $\sum_i c_i \odot x_i$, whose
-  coefficients are multiplied out beforehand.
+* Sums and products with constants become linear combinations $\sum_i c_i \odot x_i$,
+  whose coefficients are multiplied out beforehand.
 * A product that contracts the leading axes of a constant (a weight's gradient, over batch
-  and length) takes it transposed beforehand, and as its left operand: a compiler that
-  wants it so would transpose in every product, and may compute the other operand's
+  and length) gets it transposed in advance, as its left operand: a compiler that needs
+  this layout would transpose in every product, and may compute the other operand's
   elementwise chain in that order.
-* A constant with batch axes inside (attention heads) gets them in front, likewise.
+* A constant with inner batch axes (attention heads) gets them moved to the front.
 
-The numbers are those of the program up to rounding: coefficients are multiplied out and
-added in float32 at least, since in float16 their products leave its range. Control flow
-(a scan over layers), functions with derivative rules and `shard_map` are kept as they are.
+Results equal the jaxpr's up to rounding: coefficients are multiplied out and added in
+float32 at least, since in float16 their products leave its range. Control flow (a scan
+over layers), functions with derivative rules and `shard_map` are kept as they are.
 """
 
 import collections
@@ -38,7 +38,7 @@ INLINED = ("pjit", "jit", "closed_call", "core_call")
 def fold(*functions: tuple[Callable[[PyTree], PyTree], PyTree]) -> Folded:
     """Linear functions, rewritten.
 
-    To be called inside of the traced function that they were made in.
+    Call it inside of the traced function that they were made in.
 
     Args:
         *functions: pairs of a linear function and a tree like its argument.
@@ -57,7 +57,7 @@ def fold(*functions: tuple[Callable[[PyTree], PyTree], PyTree]) -> Folded:
 
 
 class _Folding:
-    """The steps of one program, collected so far."""
+    """The steps of one jaxpr, collected so far."""
 
     def __init__(self, num_variables, pool):
         self.steps: list[Step] = []
@@ -66,7 +66,7 @@ class _Folding:
         self._count = num_variables
 
     def run(self, jaxpr, consts, inputs):
-        """Values or forms of a program's results."""
+        """A jaxpr's results, as values or linear combinations."""
         known = dict(zip(jaxpr.constvars, consts, strict=True))
         known |= dict(zip(jaxpr.invars, inputs, strict=True))
         uses = collections.Counter(
@@ -82,7 +82,7 @@ class _Folding:
             for var, value in zip(eqn.outvars, self._equation(eqn, args), strict=True):
                 known[var] = value
                 if uses[var] > 1 and isinstance(value, Form) and len(value.terms) > 1:
-                    # A sum that several read would have coefficients for each of them.
+                    # A sum with several readers would have coefficients for each.
                     known[var] = Form({self.variable(value, var.aval): None})
         return [
             v.val if isinstance(v, core.Literal) else known[v] for v in jaxpr.outvars
@@ -101,7 +101,7 @@ class _Folding:
         moving = [isinstance(arg, Form) for arg in args]
         if not any(moving):
             if eqn.primitive.multiple_results:
-                # It may hold programs, and they constants, that its text leaves out.
+                # It may hold jaxprs with constants that its text leaves out.
                 return _evaluate(eqn, args)
             key = name, str(eqn.params)
             return [self._pool.compute(key, lambda *x: _evaluate(eqn, x)[0], *args)]
@@ -119,7 +119,7 @@ class _Folding:
         return self._bind(eqn, args, moving)
 
     def _scaled(self, form, factor, shape):
-        # Multiplied out where that leaves no more coefficients than there are now.
+        # Multiplied out only if that does not increase the number of coefficients.
         if jnp.ndim(factor) and len(form.terms) > max(1, form.num_arrays):
             form = Form({self.variable(form, shape): None})
         return self._times(form, factor)
@@ -129,7 +129,7 @@ class _Folding:
         return Form({i: self._pool.product(c, factor) for i, c in terms})
 
     def _bind(self, eqn, args, moving):
-        """The equation as it is, on variables."""
+        """The unchanged equation, applied to variables."""
         avals = [v.aval for v in eqn.invars]
         variables = [
             self.variable(arg, aval)
@@ -150,8 +150,8 @@ class _Folding:
         return [Form({i: None}) for i in results]
 
     def _dot(self, eqn, args, moving):
-        """A product of a variable with a constant, which is laid out beforehand."""
-        if eqn.params["out_sharding"] is not None:  # of axes in the order they have now
+        """A product of a variable with a constant, laid out in advance."""
+        if eqn.params["out_sharding"] is not None:  # of axes in this order
             return self._bind(eqn, args, moving)[0]
         left = moving[0]  # the variable is the left operand
         form, constant = args if left else args[::-1]
@@ -194,7 +194,7 @@ class _Folding:
         return Form({number: None})
 
     def variable(self, value, aval) -> int:
-        """The number of a variable that holds a form (or a constant)."""
+        """The number of a variable that holds a linear combination (or a constant)."""
         if isinstance(value, Fill):
             return self._step(lambda: [value.array()], [], [], 1)[0]
         if not isinstance(value, Form):
@@ -233,7 +233,7 @@ class _Folding:
 
 def _evaluate(eqn, operands):
     """The results of an equation at these operands, as `jax.core.eval_jaxpr` does it."""
-    # Equations that hold functions are bound with other parameters than they show.
+    # Equations that hold functions need other parameters for `bind` than they show.
     params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:
         found = eqn.primitive.bind(*operands, **params)

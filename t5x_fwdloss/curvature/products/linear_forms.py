@@ -1,4 +1,4 @@
-"""Values in a linear program: forms in its variables, and constants, each once."""
+"""Values in a linear jaxpr: linear combinations of its variables, and constants."""
 
 import dataclasses
 import operator
@@ -14,7 +14,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A sum of variables times coefficients; None is the coefficient one."""
+    """A sum of variables times coefficients; None means the coefficient one."""
 
     terms: dict[int, Array | np.ndarray | float | None]
 
@@ -24,7 +24,7 @@ class Form:
         return sum(c is not None and jnp.ndim(c) > 0 for c in self.terms.values())
 
     def plus(self, other: "Form") -> "Form":
-        """The sum of two forms."""
+        """The sum of two linear combinations."""
         terms = dict(self.terms)
         for i, c in other.terms.items():
             if i not in terms:
@@ -37,7 +37,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """An array of one number, made in every product: the zeros of unused parameters."""
+    """An array of one number, made in every product: zeros of unused parameters."""
 
     number: Any
     aval: Any
@@ -49,12 +49,12 @@ class Fill:
 
 @dataclasses.dataclass
 class Pool:
-    """Constants, each once, whichever program reads it.
+    """Constants, each stored once, whichever functions read it.
 
     Attributes:
-        constants: those that a step reads.
-        numbers: their places, by identity.
-        made: what was computed of which values, so that it is computed once.
+        constants: the constants that a step reads.
+        numbers: their positions, by identity.
+        made: results by operation and operands, so that each is computed once.
     """
 
     constants: list[Any]
@@ -62,17 +62,17 @@ class Pool:
     made: dict[Any, tuple[Any, Any]]
 
     def number(self, value: Any) -> int:
-        """The place of a constant."""
+        """The position of a constant."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.constants)
             self.constants.append(value)
         return self.numbers[id(value)]
 
     def compute(self, name: Any, function: Callable[..., Any], *values: Any) -> Any:
-        """`function(*values)`, from before where name and values were the same."""
+        """`function(*values)`, computed once for the same name and values."""
         key = name, tuple(map(id, values))
         if key not in self.made:
-            # With the values, so that none of their ids is given to another.
+            # Keeps the values alive, so that none of their ids is reused.
             self.made[key] = values, function(*values)
         return self.made[key][1]
 
@@ -87,7 +87,7 @@ class Pool:
 def combined(operation: Callable[..., Any], left: Any, right: Any) -> Any:
     """The sum or the product of two coefficients, in float32 at least.
 
-    The program itself never forms it: it applies one coefficient after the other, to
+    The jaxpr itself never computes it: it applies one coefficient after the other, to
     values that keep the results within the range of a narrow type.
     """
     if isinstance(left, float) and isinstance(right, float):
@@ -103,7 +103,7 @@ def scaled(variable: Array, coefficient: Any) -> Array:
 
 
 def wider(*dtypes: Any) -> Any:
-    """The one of several floating types that takes most bytes."""
+    """The widest of several floating types."""
     return max(map(jnp.dtype, dtypes), key=lambda dtype: dtype.itemsize)
 
 

@@ -12,10 +12,10 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One operation of the rewritten program.
+    """One operation of the rewritten function.
 
     Attributes:
-        function: numbers of variables and of constants were replaced by their values.
+        function: from values of variables and constants to values of the results.
         variables: numbers of the variables it reads.
         constants: numbers of the constants it reads.
         results: numbers of the variables it writes.
@@ -34,7 +34,7 @@ class Program:
     Attributes:
         steps: its operations, in order.
         results: numbers of the variables that it returns.
-        structure: of the tree that it returns.
+        structure: the structure of the tree that it returns.
     """
 
     steps: tuple[Step, ...]
@@ -51,16 +51,16 @@ class Folded:
     """
 
     def __init__(self, constants: Sequence[Any], programs: tuple[Program, ...]):
-        """Takes what `fold` makes."""
+        """Stores the results of `fold`."""
         self.constants, self.programs = list(constants), programs
 
     def tree_flatten(self) -> tuple[list[Any], tuple[Program, ...]]:
-        """The constants, and the rest."""
+        """The constants, and the functions' steps."""
         return self.constants, self.programs
 
     @classmethod
     def tree_unflatten(cls, programs, constants) -> "Folded":
-        """The programs with these constants."""
+        """The functions with these constants."""
         return cls(constants, programs)
 
     def __call__(self, tree: PyTree, number: int = 0) -> PyTree:

@@ -3,7 +3,7 @@ r"""Products that linearize once per batch, and are then cheap to repeat.
 At fixed parameters and batch $v \mapsto A v$ is the same linear map each time.
 Linearizing the gradient (or the outputs) once keeps the intermediate values, the
 *residuals*, and saves the forward and backward pass in every later product. They take
-memory: batches are linearized as long as the compiler's own estimate fits the budget,
+memory: batches are linearized as long as the compiler's own estimate fits the budget;
 the others are differentiated anew in each product. `AmortizedProduct.batches` says
 which was done for each.
 
@@ -25,19 +25,19 @@ from jaxtyping import PyTree
 from t5x_fwdloss.curvature.products import derivatives, folding
 from t5x_fwdloss.curvature.vectors import in_flight, trees
 
-# The part of free memory that residuals may take where no budget is given.
+# The fraction of free memory that residuals may take if no budget is given.
 SHARE = 0.5
 FOLDED = "folded"
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchRecord:
-    """How one batch is treated.
+    """Whether one batch is linearized, and why.
 
     Attributes:
       linearized: Whether its residuals are kept.
-      residual_bytes: What they take on each device, by the compiler's estimate.
-      reason: Why, in words.
+      residual_bytes: Their size on each device, by the compiler's estimate.
+      reason: The reason, in words.
     """
 
     linearized: bool
@@ -47,7 +47,7 @@ class BatchRecord:
 
 @dataclasses.dataclass(frozen=True)
 class LinearMap:
-    """A product split in what depends on the vector and what does not.
+    """A product, split into a part that depends on the vector and one that does not.
 
     Attributes:
       linearize: `(params, *args) -> residuals`, pure.
@@ -141,8 +141,8 @@ class AmortizedProduct:
           linear_map: The product, such as `hessian_map(loss)`.
           params: The parameters.
           batches: For each batch the tuple of further arguments.
-          memory_budget: Bytes that residuals may take on each device; None: half of
-            what is free now; 0: never linearize.
+          memory_budget: Bytes that residuals may take on each device; None: half of the
+            memory free now; 0: never linearize.
           fold: Whether to rewrite the linear functions to read less memory.
 
         Raises:
@@ -265,7 +265,7 @@ class AmortizedProduct:
         return self._product(v, stacked=False)
 
     def stacked(self, vs: PyTree) -> PyTree:
-        """The products with vectors stacked along the first axis, in one program."""
+        """The products with vectors stacked along the first axis, by one compiled call."""
         return self._product(vs, stacked=True)
 
 
@@ -283,7 +283,7 @@ def summed(parts: collections.abc.Iterable[PyTree]) -> PyTree:
       parts: New arrays, as compiled functions return them; at least one.
 
     Returns:
-      The sum, which waits now and then for the devices (`in_flight`).
+      The sum, which waits for the devices once in a while (`in_flight`).
     """
     numbered = enumerate(parts)
     _, total = next(numbered)
@@ -298,5 +298,5 @@ def _added(total, part):
 
 
 def _is_of_device(error) -> bool:
-    """Whether memory or a device failed, which no other program would mend."""
+    """Whether memory or a device failed, which compiling anew would not fix."""
     return isinstance(error, jax.errors.JaxRuntimeError)

@@ -25,7 +25,7 @@ def normalized(vector: PyTree, name: str = "vector") -> PyTree:
 
     Args:
       vector: The vector.
-      name: What an error calls it.
+      name: Its name in error messages.
 
     Returns:
       The vector of norm one.
@@ -50,9 +50,9 @@ def difference(end: PyTree, start: PyTree) -> PyTree:
 def input_axis(path: str, shape: tuple[int, ...]) -> int | None:
     """The axis summed over in the norm of one filter, for T5X's parameters.
 
-    A kernel is `[inputs, ...]`: a filter is what feeds one output. An embedding is
+    A kernel is `[inputs, ...]`: a filter is the weights of one output. An embedding is
     `[tokens, features]`: a filter is one token's vector. Scales and biases have no
-    filters: they count as a whole.
+    filters: they are normalized as a whole.
 
     Args:
       path: The leaf's path.

@@ -1,20 +1,20 @@
-"""What the curvature engine raises when numbers stop being numbers."""
+"""The error raised when a computation gives NaN or Inf."""
 
 
 class NonFiniteError(FloatingPointError):
-    """A vector or an inner product holds NaN or Inf; the sentence says where.
+    """A vector or an inner product holds NaN or Inf; the message says where.
 
     Attributes:
-      step: What was being computed, such as `"product of Lanczos step 3"`.
+      step: The name of the computation, such as `"product of Lanczos step 3"`.
       paths: Parameter paths of the leaves that hold NaN or Inf, in tree order; empty
         where every entry is finite and only their sum of squares overflows.
     """
 
     def __init__(self, step: str, paths: tuple[str, ...]):
-        """Puts the sentence together.
+        """Composes the message.
 
         Args:
-          step: What was being computed.
+          step: The name of the computation.
           paths: Parameter paths of the offending leaves.
         """
         self.step = step

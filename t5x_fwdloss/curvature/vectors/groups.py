@@ -1,8 +1,8 @@
 r"""Parameter groups by regular expression, and maps restricted to one of them.
 
-A group is a mask: a tree of booleans, `None` where the parameters are not of a float
-type. With $P$ the projection that sets all other leaves to zero, the map restricted to
-the group is $P A P$: the diagonal block of $A$, seen as a map on whole vectors.
+A group is a mask: a tree of booleans, `None` where the parameters have no float type.
+With $P$ the projection that sets all other leaves to zero, the map restricted to the
+group is $P A P$: the diagonal block of $A$, seen as a map on whole vectors.
 
 A pattern has to match the *whole* T5X path, as in T5X's own rules, so that
 `encoder/layers_1/.*` does not mean layer 10 as well.
@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.curvature.vectors import layout as shardings_lib
 from t5x_fwdloss.curvature.vectors import trees
 
-# All paths of a model take milliseconds, unless a pattern needs exponential time.
+# Matching all paths takes milliseconds, unless a pattern needs exponential time.
 SECONDS_TO_MATCH = 5
 
 
@@ -71,7 +71,7 @@ def _matches(pattern: str, paths: list[str]) -> list[bool]:
 
 @contextlib.contextmanager
 def _time_limit(seconds: int):
-    """Raises `TimeoutError` in the block after some time; matching listens to signals.
+    """Raises `TimeoutError` in the block after some time; signals interrupt matching.
 
     Outside of the main thread, where Python handles no signals, there is no limit.
     """

@@ -1,9 +1,9 @@
-"""How many compiled functions wait to be executed at one time.
+"""A limit for the compiled functions that wait for execution at one time.
 
 JAX returns before a compiled function has been executed. Where the devices are threads
 of one host (CPUs), a device that has 32 functions waiting blocks the threads that the
-others need to exchange numbers, and all stand still for ever (jax 0.10.2). A loop that
-issues functions without reading a result has to wait now and then.
+others need to exchange numbers, and all of them deadlock (jax 0.10.2). A loop that
+issues functions without reading a result has to wait once in a while.
 """
 
 from typing import TypeVar

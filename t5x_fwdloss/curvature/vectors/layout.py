@@ -1,4 +1,4 @@
-"""Where the leaves of vectors live: kept by every operation, stacked or not."""
+"""Shardings of the leaves of vectors, which every operation keeps, stacked or not."""
 
 import functools
 
@@ -54,7 +54,7 @@ def kept(leaf, sharding: Sharding | None):
         return leaf
     types = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     if jax.sharding.AxisType.Explicit in types:
-        # There a sharding is part of the leaf's type, and not the compiler's to choose.
+        # There a sharding is part of the leaf's type, not a choice of the compiler.
         return jax.reshard(leaf, sharding)
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
@@ -66,7 +66,7 @@ def constrain(tree: PyTree, shardings: tuple) -> PyTree:
 
 
 def replicate(numbers, shardings: tuple):
-    """A small array made whole on every device, so that every process can read it."""
+    """A small array replicated on every device, so that every process can read it."""
     named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
     if not named:
         return numbers
@@ -88,7 +88,7 @@ def _zeros_maker(structure, avals, shardings):
 
 
 def zeros(structure, avals: tuple, shardings: tuple) -> PyTree:
-    """A tree of zeros, made where it belongs.
+    """A tree of zeros, created in its shardings.
 
     Args:
       structure: The tree's structure.

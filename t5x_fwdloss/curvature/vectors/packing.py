@@ -1,10 +1,10 @@
-"""A state of long work as plain data and vectors, to be saved, and back.
+"""The state of a long computation as plain data and vectors, to save and restore it.
 
 A state is a dataclass. Its fields are packed by their declared types: a `PyTree` is a
-vector, which is saved on its own; a NumPy array becomes its shape and its values; numbers,
-words, lists, dictionaries and dataclasses stay what they are. A field named `like` is not
-packed: where a state is unpacked, it is given as a vector whose shapes, types and
-shardings the saved ones have.
+vector, which is saved on its own; a NumPy array becomes its shape and its values;
+numbers, strings, lists, dictionaries and dataclasses are kept. A field named `like` is
+not packed: `unpack` takes it as an argument, a vector with the shapes, types and
+shardings of the saved ones.
 """
 
 import collections.abc
@@ -21,7 +21,7 @@ State = typing.TypeVar("State")
 
 
 def pack(state: typing.Any) -> tuple[dict[str, typing.Any], list[PyTree]]:
-    """A state as what JSON holds (with NumPy's numbers), and its vectors in order.
+    """A state as JSON values (with NumPy's numbers), and its vectors in order.
 
     Args:
       state: An instance of a dataclass.

@@ -1,8 +1,8 @@
-r"""What an optimizer multiplies a gradient by, found by differentiating its update.
+r"""An optimizer's preconditioner, found by differentiating its update.
 
 An optimizer that divides by the root of a second moment, whatever else it corrects,
-clips or scales, moves the parameters by $-D g$ for a small gradient $g$, beside what its
-momentum moves them by; $D$ is diagonal. Let the momentum be $m' = \beta m + a g$. With
+clips or scales, moves the parameters by $-D g$ for a small gradient $g$, besides the
+part of its momentum; $D$ is diagonal. Let the momentum be $m' = \beta m + a g$. With
 everything else frozen, a step along an eigenvector of $D A$ with the eigenvalue
 $\lambda$ is stable while
 
@@ -37,23 +37,23 @@ Update = collections.abc.Callable[[PyTree, Any, PyTree], tuple[PyTree, Any]]
 # A gradient that no second moment notices: its square is far below the 1e-30 that
 # Adafactor adds and the square of Adam's 1e-8, and is still a normal number in float32.
 SMALL = 5e-18
-# A momentum answers a gradient of SMALL with a derivative of its own size, a second
-# moment with one of about SMALL.
+# At a gradient of SMALL a momentum's derivative is as large as its factor, a second
+# moment's is about SMALL.
 LEAST_MOMENTUM = 1e-14
-# Beyond this relative spread a factor is not the same for all parameters; a momentum
-# kept in bfloat16 stays below.
+# Beyond this relative spread a factor is not the same for all parameters; the spread of
+# a momentum kept in bfloat16 is smaller.
 SPREAD = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
 class Response:
-    r"""How an optimizer in a given state answers a small gradient.
+    r"""How an optimizer in a given state responds to a small gradient.
 
     Attributes:
       diagonal: $D$, a vector: the step is $-D g$; the learning rate and momentum's share
         of the newest gradient are in it, where the optimizer applies them. It is zero
         where parameters are not trained.
-      momentum: $\beta$; 0 without momentum, NaN where it is not one for all parameters.
+      momentum: $\beta$; 0 without momentum, NaN if it differs between parameters.
       follow_up: $r$: the next step is $-r D g$ when its gradient is zero.
     """
 
@@ -68,17 +68,17 @@ class Response:
 
 
 def small_gradient_response(update: Update, state: Any, params: PyTree) -> Response:
-    """What an optimizer multiplies a small gradient by, by differentiating its update.
+    """An optimizer's preconditioner of small gradients, by differentiating its update.
 
-    The derivative is taken forwards at a gradient of 5e-18, in float64, so that what
-    does not depend on the gradient (momentum, weight decay) drops out and no second
+    The derivative is taken in forward mode at a gradient of 5e-18, in float64, so that
+    terms independent of the gradient (momentum, weight decay) drop out and no second
     moment is too small for it. Nothing is gathered: the diagonal has the shardings of
     the parameters.
 
     Args:
       update: The optimizer: gradient, state and parameters to the change of the
-        parameters and the new state. Every entry of the change may depend on its own
-        entry of the gradient only, as far as small gradients go.
+        parameters and the new state. For small gradients, every entry of the change may
+        depend only on its own entry of the gradient.
       state: Its state.
       params: The parameters.
 
@@ -116,7 +116,7 @@ def small_gradient_response(update: Update, state: Any, params: PyTree) -> Respo
 
 
 def _differentiated(update, state, params):
-    """The diagonal in the types of a vector, and the sums that the momentum is from."""
+    """The diagonal in the types of a vector, and the sums that give the momentum."""
     floats, rebuild = _float_leaves(state)
     like = trees.float_part(params)
     wide = jax.tree.map(lambda x: x.astype(np.float64), like)
@@ -150,7 +150,7 @@ def _differentiated(update, state, params):
 
 
 def _ratio(leaves, of):
-    """The factor between two lists of leaves, and how far they are from it."""
+    """The factor between two lists of leaves, and their deviation from it."""
     if not of:
         return jnp.zeros(()), jnp.zeros(())
     square = sum(jnp.sum(x * x) for x in of)

@@ -57,7 +57,7 @@ def path_hash(path: str) -> np.uint32:
 
 
 # One for all leaves of a shape: a tree of many layers has few shapes, and a compiled
-# function that drew all its leaves would be compiled for seconds.
+# function that drew all its leaves would take seconds to compile.
 @functools.cache
 def _sampler(shape, dtype, sharding, kind, stacked):
     def sample(key, number):
@@ -92,8 +92,8 @@ def random_like(key: Key, params: PyTree, kind: str = "rademacher") -> PyTree:
 
     The key of a leaf is `fold_in(key, crc32(path))`, so the numbers do not depend on
     the mesh, on the order of the leaves, nor on which other leaves there are. Integer
-    and other non-float leaves have `None` (`trees.left_out` names them). A
-    key of another generator is a `ValueError`.
+    and other non-float leaves have `None` (`trees.left_out` names them). A key of
+    another generator raises `ValueError`.
 
     Args:
       key: A seed or a threefry key.
@@ -109,7 +109,7 @@ def random_like(key: Key, params: PyTree, kind: str = "rademacher") -> PyTree:
 def random_stack(
     key: Key, indices: list[int], params: PyTree, kind: str = "rademacher"
 ) -> PyTree:
-    """The vectors `random_like(fold_in(key, i), params, kind)`, stacked first axis.
+    """The vectors `random_like(fold_in(key, i), params, kind)` for all indices, stacked.
 
     Args:
       key: A seed or a threefry key.

@@ -79,10 +79,10 @@ def check_like(vector: PyTree, params: PyTree, name: str = "vector") -> None:
     Args:
       vector: The vector to check.
       params: The parameters.
-      name: What the message calls the vector.
+      name: The name of the vector in the message.
 
     Raises:
-      ValueError: A leaf is missing, or its shape is another one.
+      ValueError: A leaf is missing, or has another shape.
     """
     have = dict(
         zip(leaf_paths(vector), map(jnp.shape, jax.tree.leaves(vector)), strict=True)
@@ -194,10 +194,10 @@ def check_finite(vector: PyTree, step: str) -> None:
 
     Args:
       vector: The vector to check.
-      step: What was being computed, for the message.
+      step: The name of the computation, for the message.
 
     Raises:
-      NonFiniteError: Some leaf holds NaN or Inf; names the step and the leaves.
+      NonFiniteError: Some leaf holds NaN or Inf; it names the step and the leaves.
     """
     flags = jax.device_get(_finite_leaves(vector))
     paths = leaf_paths(vector)
@@ -217,7 +217,7 @@ def checked_norm(length: Scalar, vector: PyTree, step: str) -> float:
     Args:
       length: The norm, already computed.
       vector: The vector.
-      step: What was being computed, for the message.
+      step: The name of the computation, for the message.
 
     Raises:
       NonFiniteError: The vector holds NaN or Inf, or the norm overflows.

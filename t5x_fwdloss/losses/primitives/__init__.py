@@ -1,1 +1,1 @@
-"""Primitives for what plain JAX keeps too much memory for; each acts like plain JAX."""
+"""Primitives where plain JAX needs too much memory; each behaves like plain JAX."""

@@ -1,15 +1,15 @@
-r"""A linear map and its transpose, each with a program of its own, differentiable again.
+r"""A linear map and its transpose, given as two functions, differentiable to any order.
 
-JAX transposes a linear map by transposing its program step by step. For a loop over
-chunks that is not the program one would write: it adds whole head-sized arrays where a
-slice would do. `LinearPair` takes both programs, $T_r$ and $T_r^T$, and tells JAX that
-the one is the transpose of the other:
+JAX transposes a linear map operation by operation. For a loop over chunks the result is
+not what one would write: it adds whole head-sized arrays where a slice would do.
+`LinearPair` takes both functions, $T_r$ and $T_r^T$, and tells JAX that the one is the
+transpose of the other:
 
 $$ \mathrm{jvp}:\quad \mathrm d\,(T_r x) = T_r\,\mathrm dx + (\partial_r T_r\, \mathrm dr)\, x $$
 
-with the second term by JAX from the program itself, so that derivatives of any order
-exist. `jax.custom_derivatives.linear_call` does the first half of this, but refuses a
-derivative in $r$; `jax.custom_vjp` refuses forward mode. Under `jax.shard_map` and on
+with the second term derived by JAX from the function itself, so that derivatives of any
+order exist. `jax.custom_derivatives.linear_call` does the first half of this, but has
+no derivative in $r$; `jax.custom_vjp` has no forward mode. Under `jax.shard_map` and on
 meshes with Explicit axes it is $T_r$ alone, differentiated and transposed by JAX.
 """
 
@@ -28,7 +28,7 @@ Program = Callable[..., Sequence[jax.Array]]
 
 
 class LinearPair:
-    """Two programs `(residuals, linear, **settings) -> results` that are transposes.
+    """Two transposed functions `(residuals, linear, **settings) -> results`.
 
     Each takes two lists of arrays and returns a list: `forward` maps `linear` to
     results, `transpose` maps cotangents of these results to cotangents of `linear`, both
@@ -37,10 +37,10 @@ class LinearPair:
     """
 
     def __init__(self, name: str, forward: Program, transpose: Program):
-        """Registers both programs with JAX.
+        """Registers both functions with JAX.
 
         Args:
-            name: what the primitives are called in a jaxpr.
+            name: the name of the primitives in a jaxpr.
             forward: the linear map.
             transpose: its transpose; tests must show that it is.
         """
@@ -87,7 +87,7 @@ def _register(primitive, transposed, program):
             along = map(ad.instantiate_zeros, tangents[num_residuals:])
             return results, primitive.bind(*primals[:num_residuals], *along, **params)
 
-        # Both terms in one pass of the program, and not one pass for each.
+        # Both terms in one pass of the function, not one pass for each.
         def of_moving(*values):
             replaced = dict(zip(moving, values, strict=True))
             args = [replaced.get(i, primal) for i, primal in enumerate(primals)]

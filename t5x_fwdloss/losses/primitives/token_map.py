@@ -1,12 +1,12 @@
-r"""Maps over tokens: functions that treat every token alike and apart from the others.
+r"""Maps over tokens: functions that treat all tokens alike and independently.
 
 The derivative of such a map is such a map, and so is its transpose. `token_map` is a
 primitive that knows this: under `jvp`, transposition and `vmap` it becomes another
-`token_map`, to any order. What is gained is freedom in evaluation. On accelerators the
-compiler fuses the whole into a few passes. XLA's CPU compiler instead writes down every
-operand of a sum over the vocabulary that holds a comparison or is used twice, each as
-large as the logits; there the map runs over blocks of tokens. Under `jax.shard_map` and on
-meshes with Explicit axes the program is plain JAX.
+`token_map`, to any order. This leaves the evaluation free. On accelerators the compiler
+fuses the whole into a few passes. XLA's CPU compiler instead materializes every operand
+of a sum over the vocabulary that holds a comparison or is used twice, each as large as
+the logits; there the map runs over blocks of tokens. Under `jax.shard_map` and on
+meshes with Explicit axes it is plain JAX.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def token_map(
 
 @dataclasses.dataclass(frozen=True)
 class _Derivative:
-    """The tangents of a program's results, linear in the tangents that are not zero."""
+    """The tangents of a map's results, linear in the tangents that are not zero."""
 
     program: Program
     num_residuals: int
@@ -63,7 +63,7 @@ class _Derivative:
 
 @dataclasses.dataclass(frozen=True)
 class _Transpose:
-    """The transpose of a program in its linear arguments."""
+    """The transpose of a map in its linear arguments."""
 
     program: Program
     linear: tuple[tuple[tuple[int, ...], Any], ...]  # inner shape and dtype of each
@@ -82,14 +82,14 @@ def _at_once(*args, program, num_residuals):
 
 
 def _by_blocks(*args, program, num_residuals):
-    """A loop over blocks of tokens, each block's results written where they belong."""
+    """A loop over blocks of tokens that writes each block's results in place."""
     at_once = functools.partial(_at_once, program=program, num_residuals=num_residuals)
     num_tokens = args[0].shape[0]
     size = block_size(num_tokens, max(arg.size for arg in args))
     if size == num_tokens:
         return at_once(*args)
     # Filled with a number made of all arguments, though every entry is overwritten:
-    # zeros depend on nothing, and would be laid down long before the arguments are.
+    # zeros depend on nothing, and would be allocated long before the arguments are.
     firsts = [arg[(0,) * arg.ndim].astype(jnp.float32) for arg in args]
     seed = jnp.sum(jnp.stack(firsts))
     shapes = jax.eval_shape(at_once, *args)
@@ -127,7 +127,7 @@ def _home(args, shape):
 
 
 def block_size(num_tokens: int, num_elements: int) -> int:
-    """The longest part of `num_tokens` whose share of `num_elements` is a block's."""
+    """The largest divisor of `num_tokens` whose part of `num_elements` fits a block."""
     sizes = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
     fitting = [n for n in sizes if num_elements // num_tokens * n <= BLOCK_ELEMENTS]
     return max(fitting, default=1)
@@ -177,7 +177,7 @@ def _transpose(cotangents, *args, program, num_residuals):
 
 
 def _batch(args, axes, **params):
-    """Folds the mapped axis into the tokens: to a map over tokens they are all alike."""
+    """Merges the mapped axis into the tokens: a map over tokens treats all alike."""
     sizes = [
         a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None
     ]
