@@ -47,7 +47,7 @@ quickstart: setup
 	  --gin.ANALYSIS_OUTPUT_DIR="'$(QUICKSTART_DIR)/analysis'"
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python scripts/check_readme.py README.md
 	$(BIN)/python scripts/readme_tables.py --check
 

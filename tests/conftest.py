@@ -17,6 +17,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import pytest
+from xdist import scheduler
 
 MISSING = [
     name
@@ -30,15 +31,25 @@ FIRST = (*SHARED_RUNS, "tests/t5x_runs/", "tests/analysis/test_two_processes.py"
 _counts = {"ran": 0, "skipped": 0}
 
 
-# Before pytest-xdist's own, which reads the groups.
-@pytest.hookimpl(tryfirst=True)
+class ByFile(scheduler.LoadScopeScheduling):
+    """One process for the tests of a file, and for a folder that shares its runs.
+
+    (`--dist loadgroup` would do, but its marks have no effect under pytest 9.2.)
+    """
+
+    def _split_scope(self, nodeid):
+        file = nodeid.split("::")[0]
+        return next((x for x in SHARED_RUNS if file.startswith(x)), file)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    config.option.loadscopereorder = False  # the order below is the one that is meant
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     for item in items:
-        # One process for the tests of a file, and for a folder that shares its runs.
-        name = item.nodeid.split("::")[0]
-        shared = [x for x in SHARED_RUNS if name.startswith(x)]
-        item.add_marker(pytest.mark.xdist_group((shared or [name])[0]))
         if item.get_closest_marker("t5x") is None:
             continue
         # T5X and what it imports warn of deprecations that are not ours to mend.

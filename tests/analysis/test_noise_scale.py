@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ def rows_of(gradients, weights, matrix):
 
 def test_equal_batches_give_the_formula_of_two_batch_sizes():
     rng = np.random.default_rng(0)
-    m, b = 6, 16
+    m, b = 6, 16.0
     means = rng.normal(size=(m, 5)) + 1
     weights = np.full(m, 1 / m)
     found = estimates(weights, rows_of(means / m, weights, np.eye(5)), b)[0]
@@ -54,7 +55,7 @@ def test_both_parts_are_unbiased_and_the_jackknife_has_the_size_of_their_error(e
         sums = (tokens[..., None] * (truth + noise)).sum(axis=1)
         weights = tokens.sum(axis=1) / tokens.sum()
         found.append(
-            estimates(weights, rows_of(sums / tokens.sum(), weights, matrix), b)
+            estimates(weights, rows_of(sums / tokens.sum(), weights, matrix), float(b))
         )
     found = np.stack(found)
     # Of the mean of a batch: weights that differ make it vary more.
@@ -70,10 +71,14 @@ def test_both_parts_are_unbiased_and_the_jackknife_has_the_size_of_their_error(e
         assert jackknife.mean() == pytest.approx(values.var(), rel=0.3)
 
 
-def results(path, batches, **settings):
-    measurement = GradientNoiseScale(**settings)
-    objective = runs.objective(batches)
-    assert runs.run(path, objective=objective, measurements=[measurement]) == 0
+def results(path, batches, params=None, **settings):
+    status = runs.run(
+        path,
+        objective=runs.objective(batches),
+        params=params or toy.parameters(),
+        measurements=[GradientNoiseScale(**settings)],
+    )
+    assert status == 0
     (entry,) = json.loads((path / "results.json").read_text())["measurements"]
     return entry
 
@@ -110,13 +115,17 @@ def test_fewer_than_two_batches_are_refused_before_anything_is_compiled(size, tm
 
 
 def test_a_denominator_that_may_be_zero_leaves_a_note_and_no_scale(tmp_path):
-    # The labels of one half are those that the other half makes unlikely.
-    batches = toy.batches(6)
-    batches[1] = batches[0] | {
-        "decoder_target_tokens": (batches[0]["decoder_target_tokens"] + 2) % toy.CLASSES
-    }
-    entry = results(tmp_path, batches, with_hessian=False)
+    # Every label once: where all classes are about as likely, the mean gradient is small.
+    first = toy.batches(6)[0]
+    batches = [
+        first
+        | {"decoder_target_tokens": (first["decoder_target_tokens"] + i) % toy.CLASSES}
+        for i in range(toy.CLASSES)
+    ]
+    small = jax.tree.map(lambda x: 0.03 * x, toy.parameters())
+    entry = results(tmp_path, batches, small, with_hessian=False)
     assert entry["results"]["squared_gradient"]["value"] <= 0
     assert not [name for name in entry["results"] if "noise_scale" in name]
     (note,) = [x for x in entry["notes"] if "left out" in x]
     assert "squared_gradient is not positive" in note
+    assert entry["results"]["gradient_variance"]["value"] > 0

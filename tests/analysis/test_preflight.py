@@ -99,8 +99,7 @@ def test_a_random_loss_is_found_out():
 
 def test_a_rule_whose_hessian_is_not_symmetric_is_found_out():
     found = custom_objective(lambda p, *_: jnp.sum(jnp.roll(p["w"], 1) * p["w"] ** 2))
-    sound = preflight.check_objective(found, {"w": jnp.arange(1.0, 4.0)}, KEY)
-    assert len(sound) == 4
+    assert len(check_with_hessian(found, {"w": jnp.arange(1.0, 4.0)})) == 4
 
     @jax.custom_jvp
     def field(w):

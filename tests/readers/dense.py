@@ -144,9 +144,8 @@ def share(theta, batch, normalizer):
         batch["decoder_loss_weights"],
         SMOOTHING,
         Z_LOSS,
-        normalizer,
     )
-    return total
+    return total / normalizer
 
 
 @jax.jit
