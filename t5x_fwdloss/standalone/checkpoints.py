@@ -9,7 +9,6 @@ only when it is complete, so a killed run leaves no half-written checkpoint.
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from t5x_fwdloss.analysis.store import files
 
 PREFIX = "checkpoint"
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax is writing
-MAX_NAMED = 4  # parameters named in an error message
 
 
 def check_place(model_dir: str) -> None:
@@ -132,14 +130,14 @@ def restore_params(path: str, like: Any) -> tuple[int, Any]:
 
     Args:
         path: as in `find`.
-        like: the model's parameters, or their shapes and dtypes, checked by
-            `check_same`; each leaf is restored with the sharding given here, if any.
+        like: the model's parameters, or their shapes and dtypes, which must
+            be the same; each leaf is restored with the sharding given here, if any.
     """
     folder = find(path)
     stored = _stored(folder / "state")
     with files.reading(folder / "state"):
         found = _shapes(stored["target"])
-    check_same(_shapes(like), found, folder)
+    parameters.check_same(found, _shapes(like), str(folder))
     wanted = {"target": like, "state": {"step": 0}}
     restored = _restored(folder / "state", wanted)
     return int(restored["state"]["step"]), restored["target"]
@@ -152,7 +150,9 @@ def restore_optimizer(path: str, like: Any) -> Any:
     """
     folder = _optimizer_folder(path)
     found = _shapes(_stored(folder).get("optax", {}))
-    check_same(_shapes(like), found, folder.parent, what="optimizer's state")
+    name = str(folder.parent)
+    words = ("arrays of the optimizer's state", "OPTIMIZER")
+    parameters.check_same(found, _shapes(like), name, *words)
     return _restored(folder, {"optax": like})["optax"]
 
 
@@ -188,30 +188,6 @@ def _arguments(wanted) -> ocp.args.PyTreeRestore:
 
     arguments = jax.tree.map(restore_args, wanted)
     return ocp.args.PyTreeRestore(wanted, arguments, partial_restore=True)
-
-
-def check_same(
-    model: Mapping[str, Any],
-    stored: Mapping[str, Any],
-    folder: epath.Path,
-    what: str = "parameters",
-) -> None:
-    """Checks that two maps from name to shape are the same.
-
-    Raises:
-        ValueError: if they are not; it names the first few that differ, on both sides.
-    """
-    names = [n for n in {**model, **stored} if model.get(n) != stored.get(n)]
-    if names:
-        shown = "; ".join(
-            f"{n}: model {model.get(n, 'absent')}, checkpoint {stored.get(n, 'absent')}"
-            for n in names[:MAX_NAMED]
-        )
-        more = f"; and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        raise ValueError(
-            f"The {what} in {folder} must fit the model: {len(names)} do not: "
-            f"{shown}{more}."
-        )
 
 
 def _shapes(tree) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.store import files
 
 # A checkpoint that does not fit differs in few names or in all: three are enough.
-NUM_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +203,8 @@ def fit_to_checkpoint(
         cfg.state_transformation_fns = rest if found == wanted else (rename, *rest)
         if found != wanted and not rest:
             _check_renamed(rename, found, wanted, cfg.path)
-    if not cfg.state_transformation_fns:
-        check_parameters(found, wanted, str(cfg.path))
+    if not cfg.state_transformation_fns and found is not None:
+        parameters.check_same(found, wanted, str(cfg.path))
 
 
 def _check_renamed(rename, found, wanted, path) -> None:
@@ -229,14 +228,15 @@ def _check_renamed(rename, found, wanted, path) -> None:
         ) from error
     lacking = sorted(set(wanted) - set(renamed))
     if lacking:
-        more = len(lacking) - NUM_NAMED
+        more = len(lacking) - parameters.NUM_NAMED
         raise ValueError(
             "The checkpoint must have every parameter of MODEL, because an analysis "
             f"starts none from scratch, whatever fallback_to_scratch says: {path} has "
-            f"no {', '.join(lacking[:NUM_NAMED])}{f' and {more} more' * (more > 0)}; "
+            f"no {', '.join(lacking[: parameters.NUM_NAMED])}{f' and {more} more' * (more > 0)}; "
             "give a checkpoint that training with this model saved."
         )
-    check_parameters({name: renamed[name] for name in wanted}, wanted, path)
+    renamed = {name: renamed[name] for name in wanted}
+    parameters.check_same(renamed, wanted, path)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -262,30 +262,6 @@ def parameter_shapes(path: str) -> dict[str, Any] | None:
             return None  # a format that only T5X's restoring code knows
         return _shapes(found["target"])
     return None
-
-
-def check_parameters(
-    found: Mapping[str, Any] | None,
-    wanted: Mapping[str, Any],
-    path: str,
-) -> None:
-    """Pass if a checkpoint has the parameters of the model, and no others.
-
-    Raises:
-        ValueError: it names the first few that differ, with both sides.
-    """
-    if found is None or found == wanted:
-        return
-    names = [n for n in sorted({**found, **wanted}) if found.get(n) != wanted.get(n)]
-    sides = [
-        f"{name}: checkpoint {_side(found, name)}, model {_side(wanted, name)}"
-        for name in names[:NUM_NAMED]
-    ]
-    more = f"; and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
-    raise ValueError(
-        f"The parameters of {path} must be those of MODEL: {len(names)} differ: "
-        f"{'; '.join(sides)}{more}."
-    )
 
 
 def check_mesh(shapes, axes, mesh_shape: Mapping[str, int]) -> None:
@@ -329,10 +305,6 @@ def _flat(tree) -> dict[str, Any]:
 
 def _shapes(tree) -> dict[str, Any]:
     return {name: parameters.shape_and_kind(x) for name, x in _flat(tree).items()}
-
-
-def _side(shapes, name) -> str:
-    return str(shapes[name]) if name in shapes else "has none"
 
 
 def mesh_words(mesh: jax.sharding.Mesh) -> str:

@@ -87,9 +87,11 @@ def test_a_resumed_run_ends_with_the_same_numbers(trained, tmp_path):
 
 def test_a_folder_with_another_models_checkpoint_is_refused(trained):
     folder, _ = trained
-    with pytest.raises(ValueError, match="must fit the model: .* checkpoint absent"):
+    with pytest.raises(
+        ValueError, match="must be those of MODEL: .* checkpoint has none"
+    ):
         run(folder, total_steps=8, model=subjects.model(num_decoder_layers=2))
-    with pytest.raises(ValueError, match="optimizer's state .* must fit the model"):
+    with pytest.raises(ValueError, match="optimizer's state of .* of OPTIMIZER: "):
         run(folder, total_steps=8, optimizer=optax.sgd(0.1, momentum=0.9))
 
 

@@ -70,22 +70,6 @@ def test_one_checkpoint_is_one_string(path):
         find("somewhere", "all")
 
 
-def test_parameters_that_differ_are_named_with_both_sides():
-    from t5x_fwdloss.t5x_host.checkpoint import check_parameters
-
-    model = {"a/kernel": (2, 3), "b/scale": (3,), "c/bias": (1,), "d/bias": (1,)}
-    check_parameters(dict(model), model, "here")
-    check_parameters(None, model, "here")
-    wrong = {"a/kernel": (2, 4), "c/bias": (1,), "e/bias": (1,)}
-    message = (
-        r"of here must be those of MODEL: 4 differ: a/kernel: checkpoint \(2, 4\), "
-        r"model \(2, 3\); b/scale: checkpoint has none, model \(3,\); d/bias: "
-        r"checkpoint has none, model \(1,\); and 1 more\."
-    )
-    with pytest.raises(ValueError, match=message):
-        check_parameters(wrong, model, "here")
-
-
 def test_a_mesh_that_does_not_divide_a_parameter_is_named():
     import jax
     from jax.sharding import PartitionSpec

@@ -1,7 +1,6 @@
 """The diagonal of a matrix, by Hutchinson's estimator, summed up by layer."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.matrix import ProbedMeasurement
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,
     MeasurementResult,
@@ -20,7 +19,6 @@ from t5x_fwdloss.analysis.numbers import (
     kind_with_rounding,
     with_rounding,
 )
-from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.krylov.space import rounding_level
 from t5x_fwdloss.curvature.vectors import trees
 
@@ -31,7 +29,7 @@ SIGNS = ("negative", "zero", "undecided")
 
 
 @dataclasses.dataclass(frozen=True)
-class Diagonal(MatrixMeasurement):
+class Diagonal(ProbedMeasurement):
     """A matrix's diagonal: for each layer its extremes and the signs of its entries.
 
     Each entry has its own standard error, from the same probes. By layer, as fractions
@@ -42,31 +40,14 @@ class Diagonal(MatrixMeasurement):
     so that about one entry in a thousand is given a sign that it does not have.
 
     Attributes:
-        num_probes: number of random sign vectors.
-        block_size: probes in one compiled, vmapped product.
         max_saved: the diagonal itself is saved where it has at most this many entries.
     """
 
-    num_probes: settings.Several = 32
-    block_size: settings.Positive = 4
     max_saved: settings.Count = 1_000_000
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, resuming from the saved running mean, if any."""
-        found = context.resumed(
-            self.name,
-            ProbeState,
-            self.num_probes,
-            functools.partial(
-                probe_estimates,
-                self.product(context, self.block_size),
-                context.params,
-                context.key(f"{self.name}/probes"),
-                num_probes=self.num_probes,
-                diagonal=True,
-                block_size=self.block_size,
-            ),
-        )
+        found = self.probed(context, diagonal=True)
         return self._result(context, found, self._rounding(context))
 
     def _rounding(self, context) -> PyTree | None:

@@ -6,7 +6,6 @@ nothing about blocks off the diagonal; the Frobenius norm beside it counts them 
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,32 +16,27 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.matrix import ProbedMeasurement
 from t5x_fwdloss.analysis.measurements.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.curvature.estimators.probe_sums import ProbeState, probe_estimates
 from t5x_fwdloss.curvature.vectors import groups, trees
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupTraces(MatrixMeasurement):
+class GroupTraces(ProbedMeasurement):
     """The trace of a matrix's diagonal block of each group of parameters.
 
     Attributes:
         groups: group's name to a regular expression that matches the whole path of its
             parameters, such as `{'decoder': 'decoder/.*'}`; None: by layer, the first
             two parts of the path.
-        num_probes: number of random vectors.
-        block_size: probes in one compiled, vmapped product.
         confidence: level of the confidence intervals.
     """
 
     groups: Mapping[settings.Words, settings.Pattern] | None = None
-    num_probes: settings.Several = 32
-    block_size: settings.Positive = 4
     confidence: settings.Fraction = 0.95
 
     @property
@@ -71,21 +65,7 @@ class GroupTraces(MatrixMeasurement):
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, resuming from the saved sums, if any."""
         masks = self.masks(context)
-        found = context.resumed(
-            self.name,
-            ProbeState,
-            self.num_probes,
-            functools.partial(
-                probe_estimates,
-                self.product(context, self.block_size),
-                context.params,
-                context.key(f"{self.name}/probes"),
-                num_probes=self.num_probes,
-                groups=masks,
-                confidence=self.confidence,
-                block_size=self.block_size,
-            ),
-        )
+        found = self.probed(context, groups=masks, confidence=self.confidence)
         return self._result(context, found, masks)
 
     def _result(self, context, found, masks) -> MeasurementResult:

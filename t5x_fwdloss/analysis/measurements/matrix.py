@@ -11,6 +11,7 @@ the eigenvalues of $D^2 A$, which decide whether steps are stable.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -22,7 +23,11 @@ from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import Number
 from t5x_fwdloss.analysis.objective import matrices
-from t5x_fwdloss.curvature.estimators.probe_sums import ProbeEstimates, probe_estimates
+from t5x_fwdloss.curvature.estimators.probe_sums import (
+    ProbeEstimates,
+    ProbeState,
+    probe_estimates,
+)
 from t5x_fwdloss.curvature.vectors import groups, preconditioning, trees
 from t5x_fwdloss.curvature.vectors.trees import Matvec
 
@@ -220,6 +225,41 @@ class MatrixMeasurement(Measurement):
         key = context.key(f"{self.matrix}/one_probe")
         product = self.product(context, at=at)
         return probe_estimates(product, context.params, key, num_probes=1, **settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbedMeasurement(MatrixMeasurement):
+    """A measurement of a matrix by its products with random signs.
+
+    Attributes:
+        num_probes: number of random vectors.
+        block_size: probes in one compiled, vmapped product.
+    """
+
+    num_probes: settings.Several = 32
+    block_size: settings.Positive = 4
+
+    def probed(self, context: Context, **settings: Any) -> ProbeEstimates:
+        """The estimates from all probes, resumed from the saved sums if there are any.
+
+        Args:
+            context: the run.
+            **settings: groups, diagonal and confidence, as of `probe_estimates`.
+        """
+        return context.resumed(
+            self.name,
+            ProbeState,
+            self.num_probes,
+            functools.partial(
+                probe_estimates,
+                self.product(context, self.block_size),
+                context.params,
+                context.key(f"{self.name}/probes"),
+                num_probes=self.num_probes,
+                block_size=self.block_size,
+                **settings,
+            ),
+        )
 
 
 def _words(found) -> str:

@@ -1,5 +1,6 @@
 """Parameters as a point, and the layout of the vectors that belong to it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature.vectors import trees
+
+NUM_NAMED = 3  # leaves that an error message names
 
 
 def widened(params: PyTree) -> PyTree:
@@ -58,3 +61,37 @@ def shape_and_kind(leaf: Any) -> Any:
     if dtype is None or jnp.issubdtype(dtype, jnp.inexact):
         return shape
     return f"{shape} of {dtype}"
+
+
+def check_same(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    path: str,
+    what: str = "parameters",
+    macro: str = "MODEL",
+) -> None:
+    """Pass if a checkpoint has the arrays that are wanted, and no others.
+
+    Args:
+        found: those of the checkpoint, by name, as `shape_and_kind` gives them.
+        wanted: those of the model or the optimizer.
+        path: the checkpoint.
+        what: the arrays, in words.
+        macro: the gin macro that they belong to.
+
+    Raises:
+        ValueError: it names the first few that differ, with both sides.
+    """
+    names = [n for n in sorted({**found, **wanted}) if found.get(n) != wanted.get(n)]
+    if not names:
+        return
+    sides = [
+        f"{name}: checkpoint {found.get(name, 'has none')}, "
+        f"{macro.lower()} {wanted.get(name, 'has none')}"
+        for name in names[:NUM_NAMED]
+    ]
+    more = f"; and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+    raise ValueError(
+        f"The {what} of {path} must be those of {macro}: {len(names)} differ: "
+        f"{'; '.join(sides)}{more}."
+    )

@@ -1,0 +1,18 @@
+"""Parameters by name, and the sentence about a checkpoint of others."""
+
+import pytest
+
+from t5x_fwdloss.analysis.objective.parameters import check_same
+
+
+def test_parameters_that_differ_are_named_with_both_sides():
+    model = {"a/kernel": (2, 3), "b/scale": (3,), "c/bias": (1,), "d/bias": (1,)}
+    check_same(dict(model), model, "here")
+    wrong = {"a/kernel": (2, 4), "c/bias": (1,), "e/bias": (1,)}
+    message = (
+        r"The arrays of here must be those of OPTIMIZER: 4 differ: "
+        r"a/kernel: checkpoint \(2, 4\), optimizer \(2, 3\); b/scale: checkpoint has none, optimizer \(3,\); d/bias: "
+        r"checkpoint has none, optimizer \(1,\); and 1 more\."
+    )
+    with pytest.raises(ValueError, match=message):
+        check_same(wrong, model, "here", "arrays", "OPTIMIZER")
