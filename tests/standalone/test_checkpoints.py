@@ -140,13 +140,13 @@ def test_parameters_that_do_not_fit_are_named_on_both_sides(written):
     folder, _, _ = written
     with pytest.raises(
         ValueError,
-        match=r"2 do not: decoder/logits_dense/kernel: model \(16, 256\), checkpoint "
-        r"\(16, 384\); token_embedder/embedding: model \(256, 16\), checkpoint \(384",
+        match=r"2 differ: decoder/logits_dense/kernel: checkpoint \(16, 384\), model "
+        r"\(16, 256\); token_embedder/embedding: checkpoint \(384, 16\), model \(256",
     ):
         checkpoints.restore_params(str(folder), params_of(vocab_size=256))
-    with pytest.raises(ValueError, match=r"model absent, checkpoint \(16, 384\)\.$"):
+    with pytest.raises(ValueError, match=r"checkpoint \(16, 384\), model has none\.$"):
         checkpoints.restore_params(str(folder), params_of(logits_via_embedding=True))
-    with pytest.raises(ValueError, match=r"checkpoint absent; .*; and 5 more\.$"):
+    with pytest.raises(ValueError, match=r"checkpoint has none, .*; and 6 more\.$"):
         checkpoints.restore_params(str(folder), params_of(num_encoder_layers=2))
 
 
@@ -154,7 +154,7 @@ def test_state_of_another_optimizer_is_refused(written):
     folder, params, _ = written
     state = optax.sgd(1e-3, momentum=0.9).init(params)
     with pytest.raises(
-        ValueError, match=r"optimizer's state .*trace.*checkpoint absent"
+        ValueError, match=r"optimizer's state .*trace.*checkpoint has none"
     ):
         checkpoints.restore_optimizer(str(folder), state)
 
@@ -210,7 +210,9 @@ def test_a_folder_that_a_stopped_save_left_is_no_checkpoint(written):
     (left / "state").mkdir(parents=True)
     try:
         assert checkpoints.find(str(folder)).name == "checkpoint_12"
-        with pytest.raises(ValueError, match="is what a run left that was stopped"):
+        with pytest.raises(
+            ValueError, match="is incomplete, left by a run that was stopped"
+        ):
             checkpoints.find(str(left))
     finally:
         shutil.rmtree(left)

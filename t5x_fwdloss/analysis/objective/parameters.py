@@ -82,7 +82,7 @@ def check_same(
     Raises:
         ValueError: it names the first few that differ, with both sides.
     """
-    names = [n for n in sorted({**found, **wanted}) if found.get(n) != wanted.get(n)]
+    names = [n for n in {**wanted, **found} if found.get(n) != wanted.get(n)]
     if not names:
         return
     sides = [

@@ -8,6 +8,7 @@ $\langle w, A u \rangle = \|A u\|$, which for an operator that is not symmetric 
 however many parameters there are; and $A 0$ must be 0.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis.objective import forward_mode, parameters
+from t5x_fwdloss.analysis.objective.finite import NegativeCurvatureError
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import probes, trees
@@ -214,7 +216,9 @@ def _checks(objective, params, key, dtype, matrix, product, forward) -> Iterator
     if forward:
         yield from _of_slope(objective, params, u, gradient, relative)
     if product is not None:
-        yield from _of_product(matrix, product, u, relative)
+        # A negative form of a semidefinite matrix stops its measurements, not the run.
+        with contextlib.suppress(NegativeCurvatureError):
+            yield from _of_product(matrix, product, u, relative)
 
 
 def _direction(objective, params, key) -> tuple[PyTree, PyTree]:
