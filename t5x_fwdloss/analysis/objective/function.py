@@ -342,7 +342,7 @@ class Objective:
             precision=self.precision,
             memory_budget=memory_budget,
             fold=fold,
-            is_semidefinite=lambda: self._is_semidefinite(matrix, params),
+            is_semidefinite=self._semidefinite(matrix, params),
             rounding=lambda: self.tolerance(params),
         )
 
@@ -350,11 +350,13 @@ class Objective:
         """The relative error that rounding may leave in a derivative."""
         return forward_mode.TOLERANCES.get(self.activation_dtype(params), 1e-1)
 
-    def _is_semidefinite(self, matrix, params):
+    def _semidefinite(self, matrix, params):
+        if matrix == "hessian":
+            return None
         if matrix not in self._least_scales:
-            return matrix != "hessian"
-        function = self._least_scales[matrix]
-        return min(self._scalars("the loss's convexity", function, params)) >= 0
+            return lambda: True
+        least = self._least_scales[matrix]
+        return lambda: min(self._scalars("the loss's convexity", least, params)) >= 0
 
     def activation_dtype(self, params: PyTree) -> str:
         """The narrowest type in which the network multiplies matrices; traces, once."""

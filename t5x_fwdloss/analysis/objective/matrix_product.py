@@ -43,7 +43,7 @@ class MatrixProduct:
         precision: str,
         memory_budget: int | None,
         fold: bool,
-        is_semidefinite: Callable[[], bool] = lambda: False,
+        is_semidefinite: Callable[[], bool] | None = None,
         rounding: Callable[[], float] = lambda: 0.0,
     ):
         """Linearizes the batches, in order, while they fit.
@@ -58,7 +58,7 @@ class MatrixProduct:
             memory_budget: bytes per device to keep; None: half of the free memory.
             fold: whether to rewrite the linear functions to read less memory.
             is_semidefinite: called once a form $v^T A v$ is negative: whether that is
-                an error.
+                an error; None: forms may have either sign, and are not computed.
             rounding: the relative error that a product may have, called then, too.
         """
         if memory_budget is None:
@@ -135,6 +135,8 @@ class MatrixProduct:
         Raises:
             NegativeCurvatureError: with the form and the size of the matrix.
         """
+        if self._is_semidefinite is None:
+            return
         forms = jax.device_get(_forms(argument, found, stacked=stacked))
         form, square, product_square = map(np.atleast_1d, forms)
         lengths = np.sqrt(np.maximum(square, np.finfo(square.dtype).tiny))
