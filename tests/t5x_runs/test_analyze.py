@@ -48,8 +48,10 @@ def analyzed(project, checkpoint):
         "--gin.LEARNING_RATE_FN=@utils.create_learning_rate_scheduler()",
     ]
 
-    # The folder of checkpoints, and what files of models that add parameters bind.
+    # The folder of checkpoints, and what files of models that add parameters bind; the
+    # losses are compared on one device only, because that compiles for a minute.
     folder = [
+        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), @Eigenpairs()]",
         f"--gin.CHECKPOINT_PATH='{project.path / 'stock'}'",
         "--gin.RestoreCheckpointConfig.fallback_to_scratch=True",
         "--gin.RestoreCheckpointConfig.assignment_map=(('.*wi.*', None),)",
@@ -94,10 +96,11 @@ def test_eight_devices_give_the_numbers_of_one(analyzed):
     assert one["batches_hash"] == eight["batches_hash"]
     assert one["checkpoint"] == eight["checkpoint"]
     mine, theirs = numbers(one), numbers(eight)
+    mine = {name: x for name, x in mine.items() if name[0] != "loss_comparison"}
     assert mine.keys() == theirs.keys()
     assert len(mine) > 5
     for name, value in mine.items():
-        of_machine = name[1].endswith(("spread_over_batches", "time", "memory"))
+        of_machine = name[1].endswith("spread_over_batches")
         if not of_machine and "step_to_minimum" not in name[1]:
             assert theirs[name] == pytest.approx(value, rel=1e-5, abs=1e-4), name
 
