@@ -42,34 +42,6 @@ class Number:
     count: int | None = None
 
 
-def with_rounding(number: Number, error: float, dtype: str) -> Number:
-    """The number with the network's rounding error added to its own.
-
-    Both are added up, not in quadrature: the rounding is not drawn anew with each
-    sample or step. An interval grows by the rounding on both sides.
-
-    Args:
-        number: the number.
-        error: the rounding error, in the number's unit; 0: none.
-        dtype: the type that the network multiplies in.
-    """
-    if error == 0.0:
-        return number
-    interval = number.interval
-    return dataclasses.replace(
-        number,
-        error=(number.error or 0.0) + error,
-        error_kind=kind_with_rounding(number.error_kind, dtype),
-        interval=interval and (interval[0] - error, interval[1] + error),
-    )
-
-
-def kind_with_rounding(kind: str, dtype: str) -> str:
-    """The meaning of an error that includes the rounding in a type."""
-    named = f"rounding in {dtype}"
-    return named if kind in WITHOUT_ERROR else f"{kind}, plus {named}"
-
-
 @dataclasses.dataclass(frozen=True)
 class MeasurementResult:
     """The result of one measurement.
@@ -96,6 +68,16 @@ class MeasurementResult:
     def converged(self) -> bool:
         """Whether every number is converged."""
         return all(number.converged for number in self.numbers.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A measurement that was stopped by an impossible number."""
+
+    name: str
+    kind: str
+    settings: dict[str, Any]
+    reason: str
 
 
 def to_json(value: Any) -> Any:

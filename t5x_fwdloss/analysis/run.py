@@ -20,7 +20,12 @@ from t5x_fwdloss import progress
 from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
-from t5x_fwdloss.analysis.numbers import MeasurementResult, result_to_json, to_json
+from t5x_fwdloss.analysis.numbers import (
+    Failure,
+    MeasurementResult,
+    result_to_json,
+    to_json,
+)
 from t5x_fwdloss.analysis.objective import matrices, parameters, preflight
 from t5x_fwdloss.analysis.objective.finite import (
     NegativeCurvatureError,
@@ -237,16 +242,6 @@ def _num_labels_outside(context) -> int | None:
             context.objective.num_tokens,
         )
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A measurement that was stopped by an impossible number."""
-
-    name: str
-    kind: str
-    settings: dict[str, Any]
-    reason: str
 
 
 def _measure(

@@ -8,7 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from t5x_fwdloss.analysis import Trace
-from t5x_fwdloss.analysis.numbers import MeasurementResult, Number, with_rounding
+from t5x_fwdloss.analysis.measurements.rounding import with_rounding
+from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.report import events
 
 from . import runs, toy

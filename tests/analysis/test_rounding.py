@@ -20,8 +20,13 @@ from t5x_fwdloss.analysis import (
     Trace,
     run_analysis,
 )
-from t5x_fwdloss.analysis.measurements.rounding import FACTOR, Rounding, setting_of
-from t5x_fwdloss.analysis.numbers import EXACT, STANDARD_ERROR, Number, with_rounding
+from t5x_fwdloss.analysis.measurements.rounding import (
+    FACTOR,
+    Rounding,
+    setting_of,
+    with_rounding,
+)
+from t5x_fwdloss.analysis.numbers import EXACT, STANDARD_ERROR, Number
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.standalone.model import StandaloneModel

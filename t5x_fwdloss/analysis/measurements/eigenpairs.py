@@ -17,12 +17,15 @@ from matplotlib.figure import Figure
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
-from t5x_fwdloss.analysis.measurements.rounding import NORM_FACTOR, NUM_DRAWS
+from t5x_fwdloss.analysis.measurements.rounding import (
+    NORM_FACTOR,
+    NUM_DRAWS,
+    with_rounding,
+)
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
     MeasurementResult,
     Number,
-    with_rounding,
 )
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES

@@ -22,6 +22,7 @@ References:
   arithmetic (random perturbations of the size of a rounding error).
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 from jax.scipy.special import erf
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis.numbers import Number, with_rounding
+from t5x_fwdloss.analysis.numbers import WITHOUT_ERROR, Number
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.curvature.vectors.trees import Matvec
 
@@ -188,3 +189,31 @@ def setting_of(model: Any) -> str:
         if getattr(owner, "dtype", None) is not None:
             return f"--gin.{file}.{type(owner).__name__}.dtype=\"'float32'\""
     return ""
+
+
+def with_rounding(number: Number, error: float, dtype: str) -> Number:
+    """The number with the network's rounding error added to its own.
+
+    Both are added up, not in quadrature: the rounding is not drawn anew with each
+    sample or step. An interval grows by the rounding on both sides.
+
+    Args:
+        number: the number.
+        error: the rounding error, in the number's unit; 0: none.
+        dtype: the type that the network multiplies in.
+    """
+    if error == 0.0:
+        return number
+    interval = number.interval
+    return dataclasses.replace(
+        number,
+        error=(number.error or 0.0) + error,
+        error_kind=kind_with_rounding(number.error_kind, dtype),
+        interval=interval and (interval[0] - error, interval[1] + error),
+    )
+
+
+def kind_with_rounding(kind: str, dtype: str) -> str:
+    """The meaning of an error that includes the rounding in a type."""
+    named = f"rounding in {dtype}"
+    return named if kind in WITHOUT_ERROR else f"{kind}, plus {named}"
