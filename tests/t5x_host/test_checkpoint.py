@@ -70,6 +70,17 @@ def test_one_checkpoint_is_one_string(path):
         find("somewhere", "all")
 
 
+def test_parameters_that_are_not_known_are_left_to_the_restoring():
+    from t5x import utils
+
+    from t5x_fwdloss.t5x_host.checkpoint import fit_to_checkpoint
+
+    cfg = utils.RestoreCheckpointConfig(path="here")
+    fit_to_checkpoint(cfg, None, {"a": (1,)})
+    with pytest.raises(ValueError, match="of here must be those of MODEL: 1 differ"):
+        fit_to_checkpoint(cfg, {}, {"a": (1,)})
+
+
 def test_a_mesh_that_does_not_divide_a_parameter_is_named():
     import jax
     from jax.sharding import PartitionSpec

@@ -48,10 +48,8 @@ def analyzed(project, checkpoint):
         "--gin.LEARNING_RATE_FN=@utils.create_learning_rate_scheduler()",
     ]
 
-    # The folder of checkpoints, and what files of models that add parameters bind; the
-    # losses are compared on one device only, because that compiles for a minute.
+    # The folder of checkpoints, and what files of models that add parameters bind.
     folder = [
-        "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), @Eigenpairs()]",
         f"--gin.CHECKPOINT_PATH='{project.path / 'stock'}'",
         "--gin.RestoreCheckpointConfig.fallback_to_scratch=True",
         "--gin.RestoreCheckpointConfig.assignment_map=(('.*wi.*', None),)",
@@ -96,11 +94,10 @@ def test_eight_devices_give_the_numbers_of_one(analyzed):
     assert one["batches_hash"] == eight["batches_hash"]
     assert one["checkpoint"] == eight["checkpoint"]
     mine, theirs = numbers(one), numbers(eight)
-    mine = {name: x for name, x in mine.items() if name[0] != "loss_comparison"}
     assert mine.keys() == theirs.keys()
     assert len(mine) > 5
     for name, value in mine.items():
-        of_machine = name[1].endswith("spread_over_batches")
+        of_machine = name[1].endswith(("spread_over_batches", "time", "memory"))
         if not of_machine and "step_to_minimum" not in name[1]:
             assert theirs[name] == pytest.approx(value, rel=1e-5, abs=1e-4), name
 
@@ -128,7 +125,7 @@ def test_adafactors_second_moment_is_read_from_the_checkpoint(analyzed):
 def test_the_threshold_is_that_of_the_schedule_at_the_checkpoints_step(analyzed):
     """The schedule is that of the training, whose warmup takes 100 steps."""
     for results in analyzed:
-        found = results["measurements"][-1]["results"]
+        found = results["measurements"][3]["results"]
         rate = 50 / 100 * 100**-0.5
         assert found["learning_rate"]["value"] == pytest.approx(rate, rel=1e-6)
         # Adafactor without momentum.
