@@ -118,7 +118,7 @@ def run_analysis(
     others = _OtherCheckpoints(host.load_params)
     context = Context(
         objective=objective,
-        params=parameters.widened(params),
+        params=parameters.placed(parameters.widened(params)),
         seed=seed,
         load_params=host.load_params and others.load,
         state_path=folder.state_path,
@@ -150,7 +150,8 @@ def run_analysis(
     forward = preflight.has_forward_mode(
         objective, context.params, "".join(needing[:1])
     )
-    fingerprint |= identity.of_network(objective, context.params)
+    loss_value = preflight.loss_value(objective, context.params, forward=forward)
+    fingerprint |= identity.of_network(objective, context.params, loss_value)
     folder.check(fingerprint)
     document = folder.document()
     if document is not None:
@@ -187,6 +188,7 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
                 context.objective,
                 context.params,
                 context.key("preflight"),
+                value=fingerprint["loss_value"],
                 matrix=matrices.WORDS.get(matrix or "", ""),
                 product=matrix and context.product(matrix),
                 forward=forward,

@@ -105,7 +105,7 @@ def test_the_loss_may_differ_by_rounding(dtype, precision, within, beyond):
 
 def test_what_a_network_adds_is_its_value_and_its_type():
     objective, params = runs.objective(), toy.parameters()
-    found = identity.of_network(objective, params)
-    assert found["loss_value"] == objective.value(params)
+    found = identity.of_network(objective, params, 2.5)
+    assert found["loss_value"] == 2.5
     assert found["activation_dtype"] == "float32"
     assert found["parameters"] == checksum.checksum(params)

@@ -57,6 +57,16 @@ def test_stock_t5x_loss_is_refused_with_the_line_to_change():
     assert not objective.num_traces
 
 
+def test_one_trace_and_one_compilation_serve_the_loss_its_type_and_its_slope():
+    objective, params = runs.objective(), toy.parameters()
+    assert preflight.has_forward_mode(objective, params, "directional")
+    assert objective.activation_dtype(params) == "float32"
+    value = preflight.loss_value(objective, params, forward=True)
+    preflight.check_objective(objective, params, KEY, value=value)
+    assert objective.num_traces == {"the jvp": 1, "the gradient": 1}
+    assert value == pytest.approx(runs.objective().value(params), rel=1e-6)
+
+
 def test_products_without_forward_mode_are_still_measured():
     objective = runs.objective(impl="custom_vjp")
     checks = check_with_hessian(objective, toy.parameters(), forward=False)

@@ -1,5 +1,7 @@
 """What a Lanczos run leaves on disk: each vector once, and never another run's."""
 
+import copy
+import dataclasses
 import json
 
 import jax
@@ -27,7 +29,10 @@ def grown(seed, num_steps, on_step=None):
     def note(state):
         if on_step is not None:
             on_step(state)
-        states.append(state)
+        # The basis gives its memory to the eigenvectors in the end.
+        space = copy.copy(state.space)
+        space.basis = copy.copy(space.basis)
+        states.append(dataclasses.replace(state, space=space))
 
     curvature.eigenpairs(
         product, start(seed), max_steps=num_steps, tolerance=1e-9, on_step=note

@@ -267,3 +267,20 @@ def test_nan_in_the_last_product_names_the_pair():
 
     with pytest.raises(curvature.NonFiniteError, match="residual of smallest eigenpa"):
         curvature.eigenpairs(broken, start(), tolerance=1e-9)
+
+
+def test_a_number_of_starts_are_vectors_of_fresh():
+    matrix, _ = problems.symmetric(np.r_[np.linspace(-1.0, 3.0, 196), 9, 9, 9, -7.0])
+    product = problems.matvec_of(matrix)
+    rng = np.random.default_rng(3)
+    drawn = [
+        problems.unflatten(x, shapes={"kernel": (200,)})
+        for x in rng.normal(size=(40, 200))
+    ]
+    settings = {"num_largest": 3, "num_smallest": 1, "max_steps": 60}
+    listed = curvature.eigenpairs(
+        product, drawn[:2], fresh=lambda i: drawn[2 + i], **settings
+    )
+    numbered = curvature.eigenpairs(product, 2, fresh=drawn.__getitem__, **settings)
+    np.testing.assert_array_equal(numbered.eigenvalues, listed.eigenvalues)
+    assert numbered.num_products == listed.num_products

@@ -20,7 +20,7 @@ from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.analysis.objective import forward_mode
+from t5x_fwdloss.analysis.objective import preflight
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.curvature.products.derivatives import directional_derivative
 from t5x_fwdloss.curvature.vectors import trees
@@ -144,8 +144,7 @@ def _differences(objective, params, value, gradient) -> tuple[dict[str, Number],
         "gradient_difference": Number(float(np.linalg.norm(parts)) / size, "1"),
     }
     unit = trees.scale(1.0 / size, gradient)
-    args = (unit, objective.batches[0], objective.key(0))
-    if forward_mode.blocking_functions(objective.batch_loss, params, *args) is None:
+    if preflight.has_forward_mode(objective, params):
         _, slope = objective.jvp(params, unit)
         expected = float(trees.inner(gradient, unit))
         numbers["jvp_difference"] = Number(abs(slope - expected) / size, "1")

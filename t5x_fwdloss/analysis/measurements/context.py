@@ -20,7 +20,7 @@ from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
 from t5x_fwdloss.analysis.store.saved_state import SavedState
-from t5x_fwdloss.curvature.vectors import probes, trees
+from t5x_fwdloss.curvature.vectors import freed_memory, probes, trees
 from t5x_fwdloss.progress import Progress
 
 Estimate = TypeVar("Estimate")
@@ -202,6 +202,7 @@ class Context:
         told = preemption.told()
         if save is not None and (due or told):
             save()
+            freed_memory.give_back()
         if told:
             raise preemption.Preempted
 

@@ -118,8 +118,7 @@ class Eigenpairs(MatrixMeasurement):
             mask = self.mask(context)
             return probe if mask is None else groups.restrict(probe, mask)
 
-        start = [draw(number) for number in range(self.num_starts)]
-        noise = context.rounding.of_product(self.product(context), start[0])
+        noise = context.rounding.of_product(self.product(context), draw(0))
         found = context.resumed(
             self.name,
             EigenpairsState,
@@ -127,7 +126,7 @@ class Eigenpairs(MatrixMeasurement):
             functools.partial(
                 eigenpairs,
                 self.product(context),
-                start,
+                self.num_starts,
                 num_largest=self.num_largest,
                 num_smallest=self.num_smallest,
                 max_steps=self.max_steps,
@@ -135,7 +134,7 @@ class Eigenpairs(MatrixMeasurement):
                 max_basis=self.max_basis,
                 basis_on_host=self.basis_on_host,
                 dimension=self.dimension(context),
-                fresh=lambda i: draw(self.num_starts + i),
+                fresh=draw,
             ),
             save_every=self.save_every,
             note=_extremes,

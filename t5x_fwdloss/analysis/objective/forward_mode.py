@@ -1,17 +1,14 @@
-"""Whether a loss has forward mode, determined without compiling.
+"""What the jaxpr of a loss's directional derivative says: forward mode, and types.
 
 JAX traces a jvp through a `jax.custom_vjp` function and fails only when the result is
 used: the trace then contains the primitive `custom_lin`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxprs_in_params
-
-from t5x_fwdloss.curvature.products.derivatives import directional_derivative
 
 # Relative errors by the narrowest type that the network multiplies matrices in: the
 # rounding of a dozen layers, with a margin.
@@ -23,29 +20,23 @@ TOLERANCES = {
 }
 
 
-def blocking_functions(
-    loss: Callable[..., Any], params: Any, direction: Any, *args: Any
-) -> list[str] | None:
-    """The `jax.custom_vjp` functions on the path of a tangent of the loss.
+def is_blocked(pushed: Any) -> bool:
+    """Whether a `jax.custom_vjp` function lies on the path of the tangent.
 
     Args:
-        loss: `(params, *args)` to a scalar.
-        params: parameters.
-        direction: a vector like them.
-        *args: the loss's other arguments.
-
-    Returns:
-        None if the loss has forward mode; otherwise the names of the `custom_vjp`
-        functions in it (empty if JAX does not give them).
+        pushed: the jaxpr of the loss and its directional derivative.
     """
-    product = directional_derivative(loss)
-    pushed = jax.make_jaxpr(product)(params, direction, *args)
-    if all(eqn.primitive.name != "custom_lin" for eqn in equations(pushed.jaxpr)):
-        return None
-    plain = jax.make_jaxpr(loss)(params, *args)
+    return any(eqn.primitive.name == "custom_lin" for eqn in equations(pushed.jaxpr))
+
+
+def custom_vjp_functions(loss: Any) -> list[str]:
+    """The names of the `jax.custom_vjp` functions in the jaxpr of a loss.
+
+    Empty if JAX does not give them.
+    """
     names = [
         eqn.params["call_jaxpr"].jaxpr.debug_info.func_name
-        for eqn in equations(plain.jaxpr)
+        for eqn in equations(loss.jaxpr)
         if eqn.primitive.name == "custom_vjp_call"
     ]
     return list(dict.fromkeys(names))
@@ -59,18 +50,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def narrowest_product(loss: Callable[..., Any], params: Any, *args: Any) -> str:
+def narrowest_product(pushed: Any) -> str:
     """The narrowest floating-point type of an operand of the loss's matrix products.
 
     The type of the loss itself, if it multiplies no matrices.
+
+    Args:
+        pushed: the jaxpr of the loss and its directional derivative.
     """
-    traced = jax.make_jaxpr(loss)(params, *args)
     operands = [
         operand
-        for eqn in equations(traced.jaxpr)
+        for eqn in equations(pushed.jaxpr)
         if eqn.primitive.name in ("dot_general", "conv_general_dilated")
         for operand in eqn.invars
     ]
-    types = [str(x.aval.dtype) for x in operands or traced.jaxpr.outvars]
+    types = [str(x.aval.dtype) for x in operands or pushed.jaxpr.outvars]
     floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
     return max(floats, key=lambda t: float(jnp.finfo(t).eps))

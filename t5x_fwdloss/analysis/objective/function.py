@@ -361,13 +361,19 @@ class Objective:
     def activation_dtype(self, params: PyTree) -> str:
         """The narrowest type in which the network multiplies matrices; traces, once."""
         if self._activation_dtype is None:
-            self._activation_dtype = forward_mode.narrowest_product(
-                self.batch_loss,
-                parameters.widened(params),
-                self.batches[0],
-                self._keys[0],
-            )
+            traced = self.traced_jvp(params)
+            self._activation_dtype = forward_mode.narrowest_product(traced)
         return self._activation_dtype
+
+    def traced_jvp(self, params: PyTree) -> Any:
+        """The jaxpr of `jvp` for the first batch; a later `jvp` compiles this trace."""
+        params = parameters.widened(params)
+        return self._programs.traced(
+            "the jvp",
+            directional_derivative(self.batch_loss),
+            parameters.replicated(params),
+            *(params, trees.float_part(params), *next(self._pairs())),
+        )
 
     def check_matrix(self, matrix: str) -> None:
         """Reject a matrix that this objective does not have.

@@ -21,6 +21,14 @@ def widened(params: PyTree) -> PyTree:
     return jax.tree.map(_widened, params)
 
 
+def placed(params: PyTree) -> PyTree:
+    """The parameters, bound to the devices that they are on; nothing is copied.
+
+    JAX compiles a function of them and of vectors, which are bound, only once then.
+    """
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
+
+
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """The leaves by name, as T5X writes it: `decoder/logits_dense/kernel`."""
     return dict(zip(trees.leaf_paths(tree), jax.tree.leaves(tree), strict=True))

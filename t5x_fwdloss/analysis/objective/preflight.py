@@ -99,16 +99,17 @@ def has_forward_mode(objective: Objective, params: PyTree, needed_by: str = "") 
         PreflightError: `needed_by` is given, and the loss or a part of the network is a
             `jax.custom_vjp` function.
     """
-    params = parameters.widened(params)
-    direction = trees.float_part(params)
-    found = forward_mode.blocking_functions(
-        objective.batch_loss, params, direction, objective.batches[0], objective.key(0)
-    )
-    if found is None or not needed_by:
-        return found is None
     chosen = objective.loss_settings
-    if chosen is not None and not chosen.implementation.has_forward_mode:
+    of_loss = chosen is not None and not chosen.implementation.has_forward_mode
+    blocked = of_loss or forward_mode.is_blocked(objective.traced_jvp(params))
+    if not blocked or not needed_by:
+        return not blocked
+    if of_loss:
         raise PreflightError(no_forward_loss(needed_by))
+    args = (parameters.widened(params), objective.batches[0], objective.key(0))
+    found = forward_mode.custom_vjp_functions(
+        jax.make_jaxpr(objective.batch_loss)(*args)
+    )
     named = f" ({', '.join(found)})" if found else ""
     raise PreflightError(
         f"{needed_by} needs a model that has forward mode, and a part of it "
@@ -127,11 +128,26 @@ def no_forward_loss(needed_by: str) -> str:
     )
 
 
+def loss_value(objective: Objective, params: PyTree, *, forward: bool) -> float:
+    """The loss, by a function that is compiled for the checks in any case.
+
+    Args:
+        objective: what will be measured.
+        params: parameters of the checkpoint.
+        forward: whether the loss has forward mode.
+    """
+    if not forward:
+        return objective.value(params)
+    value, _ = objective.jvp(params, trees.float_part(parameters.widened(params)))
+    return value
+
+
 def check_objective(
     objective: Objective,
     params: PyTree,
     key: jax.Array,
     *,
+    value: float | None = None,
     matrix: str = "the Hessian",
     product: Callable[[PyTree], PyTree] | None = None,
     forward: bool = True,
@@ -142,6 +158,7 @@ def check_objective(
         objective: what will be measured.
         params: parameters of the checkpoint.
         key: a threefry key for the random part of the directions.
+        value: the loss, if it is known from `loss_value`.
         matrix: the matrix of `product`, in words.
         product: the product that will be used; None: there is none to be checked.
         forward: whether the loss has a forward mode to be checked.
@@ -149,9 +166,10 @@ def check_objective(
     Raises:
         PreflightError: the first check that fails, with both numbers.
     """
-    dtype = objective.activation_dtype(params)
+    if value is None:
+        value = loss_value(objective, params, forward=forward)
     done = []
-    for check in _checks(objective, params, key, dtype, matrix, product, forward):
+    for check in _checks(objective, params, key, value, matrix, product, forward):
         if not check.passed:
             raise PreflightError(_failure(check))
         done.append(check)
@@ -207,18 +225,39 @@ def _failure(check) -> str:
     )
 
 
-def _checks(objective, params, key, dtype, matrix, product, forward) -> Iterator[Check]:
-    yield from _of_loss(objective, params, dtype)
-    if not forward and product is None:
-        return
+def _checks(objective, params, key, value, matrix, product, forward) -> Iterator[Check]:
+    dtype = objective.activation_dtype(params)
     relative = forward_mode.TOLERANCES.get(dtype, 1e-1)
-    u, gradient = _direction(objective, params, key)
     if forward:
-        yield from _of_slope(objective, params, u, gradient, relative)
+        u, gradient = _direction(objective, params, key)
+        again, slope = objective.jvp(params, u)
+        yield _twice(value, again)
+        yield from _of_model(objective, params, dtype)
+        yield Check(
+            "jvp equals <gradient, v>",
+            slope,
+            float(trees.inner(gradient, u)),
+            relative * float(trees.norm(gradient)) * float(trees.norm(u)),
+            "forward and reverse mode differ: a derivative rule in the model is wrong",
+        )
+    else:
+        yield _twice(value, objective.value(params))
+        yield from _of_model(objective, params, dtype)
+        u = None if product is None else _direction(objective, params, key)[0]
     if product is not None:
         # A negative form of a semidefinite matrix stops its measurements, not the run.
         with contextlib.suppress(NegativeCurvatureError):
             yield from _of_product(matrix, product, u, relative)
+
+
+def _twice(value, again) -> Check:
+    return Check(
+        "loss twice",
+        value,
+        again,
+        1e-6 * abs(value),
+        "the loss is random: turn dropout off, or give one fixed key per batch",
+    )
 
 
 def _direction(objective, params, key) -> tuple[PyTree, PyTree]:
@@ -230,15 +269,7 @@ def _direction(objective, params, key) -> tuple[PyTree, PyTree]:
     return (trees.axpy(1.0 / length, gradient, u) if length > 0 else u), gradient
 
 
-def _of_loss(objective, params, dtype) -> Iterator[Check]:
-    value = objective.value(params)
-    yield Check(
-        "loss twice",
-        value,
-        objective.value(params),
-        1e-6 * abs(value),
-        "the loss is random: turn dropout off, or give one fixed key per batch",
-    )
+def _of_model(objective, params, dtype) -> Iterator[Check]:
     losses = model_loss(objective, params)
     if losses is not None:
         own, measured = losses
@@ -249,17 +280,6 @@ def _of_loss(objective, params, dtype) -> Iterator[Check]:
             max(1e-5, LOSS_ROUNDINGS * float(jnp.finfo(dtype).eps)) * abs(measured),
             "the model trains another loss than the cross entropy that is measured",
         )
-
-
-def _of_slope(objective, params, u, gradient, relative) -> Iterator[Check]:
-    _, slope = objective.jvp(params, u)
-    yield Check(
-        "jvp equals <gradient, v>",
-        slope,
-        float(trees.inner(gradient, u)),
-        relative * float(trees.norm(gradient)) * float(trees.norm(u)),
-        "forward and reverse mode differ: a derivative rule in the model is wrong",
-    )
 
 
 def _of_product(matrix, product, u, relative) -> Iterator[Check]:

@@ -19,7 +19,7 @@ class Programs:
         """Compiles nothing yet; `precision` holds for all functions."""
         self.num_traces: dict[str, int] = collections.defaultdict(int)
         self._precision = precision
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[Any, Any] = {}
 
     def compiled(self, name: str, function: Callable[..., Any], layout: Any):
         """The function, compiled at its first use.
@@ -29,10 +29,25 @@ class Programs:
             function: the function.
             layout: the shardings of its results, or one for all.
         """
+        return self._precise(self._jitted(name, function, layout))
+
+    def traced(self, name: str, function: Callable[..., Any], layout: Any, *args: Any):
+        """The jaxpr of the function, which a later call with like arguments compiles.
+
+        Args:
+            name: name of its result, as for `compiled`.
+            function: the function.
+            layout: the shardings of its results, or one for all.
+            *args: arguments.
+        """
+        jitted = self._jitted(name, function, layout)
+        return self._precise(jitted.trace)(*args).jaxpr
+
+    def _jitted(self, name, function, layout):
         key = (name, tuple(jax.tree.leaves(layout)))
         if key not in self._compiled:
             counted = self._counted(name, function)
-            self._compiled[key] = self._precise(jax.jit(counted, out_shardings=layout))
+            self._compiled[key] = jax.jit(counted, out_shardings=layout)
         return self._compiled[key]
 
     def _counted(self, name, function):
@@ -42,10 +57,10 @@ class Programs:
 
         return counted
 
-    def _precise(self, compiled):
+    def _precise(self, function):
         # Precision is part of jit's cache key: it is set around every call alike.
         def call(*args):
             with jax.default_matmul_precision(self._precision):
-                return compiled(*args)
+                return function(*args)
 
         return call

@@ -59,15 +59,14 @@ def of_settings(
     return found
 
 
-def of_network(objective: Objective, params: PyTree) -> dict[str, Any]:
-    """The part from parameters and network: checksum, activation dtype, loss.
-
-    A loss that is not finite raises `NonFiniteLossError`.
-    """
+def of_network(
+    objective: Objective, params: PyTree, loss_value: float
+) -> dict[str, Any]:
+    """The part from parameters and network: checksum, activation dtype, loss."""
     return {
         "parameters": checksum(params),
         "activation_dtype": objective.activation_dtype(params),
-        "loss_value": objective.value(params),
+        "loss_value": loss_value,
     }
 
 

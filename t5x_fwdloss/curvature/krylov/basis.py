@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from t5x_fwdloss.curvature.krylov import rows as row_ops
-from t5x_fwdloss.curvature.vectors import in_flight, trees
+from t5x_fwdloss.curvature.vectors import freed_memory, in_flight, trees
 from t5x_fwdloss.curvature.vectors import layout as shardings_lib
 
 # Basis vectors that one compiled function reads.
@@ -108,15 +108,37 @@ class Basis:
         zero = shardings_lib.zeros(structure, avals, self.shardings)
         return self.subtract(zero, -np.asarray(coefficients, np.float64))
 
-    def rotated(self, rotation: np.ndarray) -> "Basis":
-        """A new basis, from the columns of `rotation`, `[size, n]`."""
-        result = Basis(self.like, on_host=self.on_host)
-        for number, column in enumerate(rotation.T):
+    def rotate(self, rotation: np.ndarray) -> None:
+        """Replaces the vectors by the columns of `rotation`, `[size, n]`, leaf by leaf.
+
+        So old and new vectors are in memory together for one leaf only.
+
+        Args:
+          rotation: The coefficients of the new vectors in the old ones.
+        """
+        likes, structure = jax.tree.flatten(self.like)
+        old = [jax.tree.leaves(vector) for vector in self.vectors]
+        new: list[list[Array]] = [[] for _ in rotation.T]
+        self.vectors = []
+        for number, like in enumerate(likes):
+            part = Basis(like, self.on_host, [leaves[number] for leaves in old])
+            for leaves in old:
+                leaves[number] = None
+            for leaves, leaf in zip(new, part._columns(rotation), strict=True):
+                leaves.append(leaf)
+            del part
+        self.vectors = [jax.tree.unflatten(structure, leaves) for leaves in new]
+        freed_memory.give_back()
+
+    def _columns(self, rotation):
+        """The vectors with the coefficients of each column, once they are computed."""
+        result = Basis(self.like, self.on_host)
+        for column in rotation.T:
             (used,) = np.nonzero(column)
             kept = len(used) == 1 and column[used[0]] == 1.0
-            new = self.row(int(used[0])) if kept else self.combination(column)
-            result._add(in_flight.limited(number, new))
-        return result
+            result._add(self.row(int(used[0])) if kept else self.combination(column))
+        # Until then the old vectors are in use, and their memory with them.
+        return jax.block_until_ready(result.vectors)
 
     def gram(self) -> Float[np.ndarray, "size size"]:
         """The inner products of all pairs of vectors, float64 on the host."""

@@ -12,6 +12,7 @@ reported number exists in every case.
 
 import collections.abc
 import dataclasses
+import itertools
 
 import numpy as np
 from jaxtyping import PyTree
@@ -74,7 +75,7 @@ class _Wanted:
 
 def eigenpairs(
     matvec: trees.Matvec,
-    start: PyTree | list[PyTree],
+    start: PyTree | list[PyTree] | int,
     *,
     num_largest: int = 1,
     num_smallest: int = 1,
@@ -101,6 +102,7 @@ def eigenpairs(
     Args:
       matvec: Product with a symmetric matrix: vector to vector.
       start: The start vector, or a list of them; their shardings are kept throughout.
+        A number: that many vectors of `fresh`, which are not held beside the basis.
       num_largest: Pairs wanted at the upper end.
       num_smallest: Pairs wanted at the lower end.
       max_steps: Largest number of products, without the one for each pair at the end.
@@ -114,8 +116,9 @@ def eigenpairs(
         than the number of parameters (a parameter group).
       basis_on_host: Whether the basis is kept in pinned host memory.
       fresh: `fresh(i)` returns random vector number `i`, whose entries should be
-        normal; None: drawn from seed `i`.
-      on_step: Called with the state after each step.
+        normal; None: drawn from seed `i`, and `start` is a vector or a list.
+      on_step: Called with the state after each step, which the next one changes; in the
+        end the basis is reduced to the wanted pairs.
       state: The state of an earlier run, to resume from.
 
     Returns:
@@ -124,22 +127,25 @@ def eigenpairs(
     Raises:
       ValueError: A count or the tolerance is out of range, or all starts are zero.
     """
-    starts = start if isinstance(start, list) else [start]
-    like = starts[0]
-    total = trees.dimension(like) if dimension is None else dimension
+    starts = start if isinstance(start, list | int) else [start]
+    num_starts = starts if isinstance(starts, int) else len(starts)
     if max_basis is None:
-        max_basis = default_basis(num_largest + num_smallest, len(starts))
-    _check(num_largest, num_smallest, max_steps, tolerance, max_basis, len(starts))
+        max_basis = default_basis(num_largest + num_smallest, num_starts)
+    _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_starts)
     if not rounding >= 0:
         raise ValueError(f"rounding must be at least 0: got {rounding}.")
+    if isinstance(starts, int):
+        assert fresh is not None
+        vectors, num_fresh = map(fresh, range(starts)), starts
+    else:
+        vectors, num_fresh = iter(starts), 0
     if state is None:
-        space = Krylov(Basis(like, basis_on_host))
-        added = [space.add_start(vector) for vector in starts[:total]]
-        if not any(added):
-            raise ValueError("The start vector must not be zero.")
-        state = EigenpairsState(space, [])
+        space = _started(vectors, basis_on_host, dimension)
+        state = EigenpairsState(space, [], num_fresh=num_fresh)
+    like = state.space.basis.like
     if fresh is None:
         fresh = lambda i: probes.random_like(i, like, "normal")
+    total = trees.dimension(like) if dimension is None else dimension
     wanted = _Wanted(num_largest, num_smallest, tolerance, rounding, total)
     search = _Search(matvec, wanted, state, fresh, max_basis, max_steps)
     while state.num_products < max_steps and search.step():
@@ -282,6 +288,23 @@ class _Search:
         self.state.num_restarts += 1
 
 
+def _started(vectors, basis_on_host, dimension) -> Krylov:
+    """A space of the start vectors, at most as many as its dimension.
+
+    Raises:
+      ValueError: All of them are zero.
+    """
+    vector = next(vectors)
+    total = trees.dimension(vector) if dimension is None else dimension
+    space = Krylov(Basis(vector, basis_on_host))
+    added = [space.add_start(vector)]
+    del vector
+    added += [space.add_start(x) for x in itertools.islice(vectors, total - 1)]
+    if not any(added):
+        raise ValueError("The start vector must not be zero.")
+    return space
+
+
 def default_basis(num_pairs: int, num_starts: int) -> int:
     """The default `max_basis`: it grows with the pairs, not the steps."""
     return max(3 * num_pairs + 10, smallest_basis(num_pairs, num_starts))
@@ -321,41 +344,44 @@ def _record(state, wanted):
 
 
 def _finish(matvec, state, wanted):
-    space = state.space
+    space, exhausted = state.space, state.space.exhausted
     values, coefficients, _ = ritz.pairs(space)
-    ends = [
-        (end, position)
-        for end, chosen in wanted.positions(len(values)).items()
-        for position in chosen
-    ]
-    vectors = _orthonormal(ritz.vector(space, coefficients[:, i]) for _, i in ends)
+    scale, level, settled = (
+        np.abs(values).max(),
+        wanted.level(space),
+        _settled(state, wanted),
+    )
+    positions = wanted.positions(len(values))
+    ends = [end for end, chosen in positions.items() for _ in chosen]
+    chosen = [position for one in positions.values() for position in one]
+    # In the memory of the basis, which would else be there beside the eigenvectors.
+    ritz.restart(space, values[chosen], coefficients[:, chosen])
+    vectors = _orthonormal(space.basis.row(i) for i in range(len(ends)))
     pairs = [
         _rayleigh(matvec, y, f"residual of {end} eigenpair {number + 1}")
-        for number, (y, (end, _)) in enumerate(zip(vectors, ends, strict=True))
+        for number, (y, end) in enumerate(zip(vectors, ends, strict=True))
     ]
     thetas, residuals = np.array(pairs).reshape(-1, 2).T
-    scale, level = float(np.abs(values).max()), wanted.level(space)
-    allowed = wanted.tolerance * np.abs(thetas) + level * scale
-    settled = _settled(state, wanted)
+    allowed = wanted.tolerance * np.abs(thetas) + level * float(scale)
     gram = np.array(
         [[float(trees.inner(u, v)) for v in vectors] for u in vectors], np.float64
     )
     return EigenpairsResult(
         eigenvalues=thetas,
         eigenvectors=vectors,
-        ends=tuple(end for end, _ in ends),
+        ends=tuple(ends),
         residuals=residuals,
         converged=tuple(map(bool, (residuals <= allowed) & settled)),
         allowed=allowed,
         settled=tuple(map(bool, settled)),
-        scale=scale,
+        scale=float(scale),
         tolerance=wanted.tolerance,
         rounding=level,
         orthogonality=float(np.abs(gram - np.eye(len(vectors))).max()),
         num_steps=space.num_products,
         num_products=space.num_products + len(vectors),
         num_restarts=state.num_restarts,
-        exhausted=space.exhausted,
+        exhausted=exhausted,
         history=np.array(state.history).reshape(
             len(state.history), 1 + 2 * wanted.count
         ),

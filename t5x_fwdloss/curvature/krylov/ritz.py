@@ -5,7 +5,7 @@ References:
 """
 
 import numpy as np
-from jaxtyping import Float, PyTree
+from jaxtyping import Float
 
 from t5x_fwdloss.curvature.krylov.space import Krylov
 
@@ -28,13 +28,6 @@ def pairs(space: Krylov) -> tuple[Vector, Float[np.ndarray, "j k"], Vector]:
     return values, vectors, np.linalg.norm(coupling, axis=0)
 
 
-def vector(space: Krylov, coefficients: Vector) -> PyTree:
-    """The vector with the given coefficients in the basis."""
-    padded = np.zeros(space.basis.size)
-    padded[: space.num_expanded] = coefficients
-    return space.basis.combination(padded)
-
-
 def restart(space: Krylov, values: Vector, vectors: Float[np.ndarray, "j k"]) -> None:
     """Thick restart: keeps some Ritz vectors and the vectors not yet expanded.
 
@@ -52,6 +45,6 @@ def restart(space: Krylov, values: Vector, vectors: Float[np.ndarray, "j k"]) ->
     projected[np.arange(kept), np.arange(kept)] = values
     projected[kept:, :kept] = space.projected[j:, :j] @ vectors
     projected[:kept, kept:] = projected[kept:, :kept].T
-    space.basis = space.basis.rotated(rotation)
+    space.basis.rotate(rotation)
     space.projected = projected
     space.num_expanded = kept
