@@ -48,6 +48,10 @@ OF_SIGNS = "decoder/relpos_bias"
 # The sampled Fisher matrix has an eigenvalue there that rounding may take for zero.
 WITH_SIGNS = ("hessian", "gauss_newton", "fisher", "empirical_fisher")
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
+# Added to the Hessian, it leaves a small negative eigenvalue below a large spectrum.
+SHIFT, TOLERANCE_OF_SHIFTED = 49.0, 0.05
+# Pairs wanted at each end of the block with a null space, which the asked places reach.
+ENDS = {"hessian": (6, 2), "gauss_newton": (1, 3)}
 
 
 def measurement(quantity, matrix, *labels, **settings):
@@ -171,6 +175,31 @@ def signs(matrix):
     )
 
 
+def ends(matrix):
+    """The ends of spectra with small eigenvalues, and with one that occurs often."""
+    largest, smallest = ENDS[matrix]
+    found = [
+        analysis.Eigenpairs(
+            name=f"null_space-{matrix}",
+            matrix=matrix,
+            num_largest=largest,
+            num_smallest=smallest,
+            group=f"{OF_SIGNS}/.*",
+        )
+    ]
+    if matrix == "hessian":
+        found.append(
+            analysis.Eigenpairs(
+                name="shifted",
+                num_largest=0,
+                num_smallest=1,
+                tolerance=TOLERANCE_OF_SHIFTED,
+                damping=SHIFT,
+            )
+        )
+    return found
+
+
 MAKE = {
     "trace": traces,
     "eigenpairs": eigenpairs,
@@ -218,6 +247,8 @@ def kept_run():
         found += all_of(matrix)
         if matrix in WITH_SIGNS:
             found.append(signs(matrix))
+        if matrix in ENDS:
+            found += ends(matrix)
         if matrix == "hessian":
             found += directions()
     return found

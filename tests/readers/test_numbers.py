@@ -111,13 +111,15 @@ def test_eigenpairs(run, truth, name):
     gap = min(np.abs(np.delete(values, i) - values[i]).min() for i in places)
     # How far an eigenvector may turn at its residual (Davis, Kahan 1970).
     turn = 2 * entry.arrays["residuals"].max() / gap + 1e-4
-    at = 0
+    at, steps = 0, entry.arrays["history"][-1, 0]
+    assert entry.value("num_products") == steps + sum(wanted.values())
     for end, count in wanted.items():
         for i in range(count):
             number = entry.number(f"{end}_{i + 1}")
             expected = ends[end][0][i]
+            assert number["count"] == steps
             assert abs(number["value"] - expected) <= number["error"] + tolerance
-            assert number["error"] <= cells.TOLERANCE * np.abs(values).max() + tolerance
+            assert number["error"] <= cells.TOLERANCE * abs(expected) + tolerance
             assert number["unit"] == unit_of(variant)
             assert number["converged"]
             assert number["value"] == entry.arrays["eigenvalues"][at]
