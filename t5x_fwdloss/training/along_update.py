@@ -9,10 +9,12 @@ s = \langle g, D \rangle, \quad c = \langle D, H D \rangle.$$
 
 If $s < 0 < c$, this quadratic model gains until $m = -s / c$ and is back at $L$ at
 $m = -2 s / c$. The *directional sharpness* is 2 over the learning rate at which it is
-back, $\lambda_{dir} = -c / (\eta s)$; for gradient descent it is $g^T H g / g^T g$.
+back, $\lambda_{dir} = -c / (\eta s)$; for gradient descent it is $g^T H g / g^T g$. The
+*critical sharpness* is the same for the loss itself, of which `line_search` finds the
+multiple $m_c$ at which it is back: $\lambda_c = 2 / (\eta m_c)$.
 
 References:
-  Kalra et al. 2026, arXiv 2601.16979: critical sharpness, found by forward passes only.
+  Kalra et al. 2026, arXiv 2601.16979: critical sharpness.
 """
 
 import dataclasses
@@ -25,6 +27,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from t5x_fwdloss import curvature
+from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.training.line_search import line_search
 
 Loss = Callable[..., Float[Array, ""]]
 
@@ -39,18 +43,26 @@ class AlongUpdate:
         slope: $s$.
         curvature: $c$.
         loss_after: the loss of the same batch at the new parameters.
+        critical_multiple: $m_c$; NaN if the search did not find it.
+        forward_passes: passes of the search, those of the two losses included.
     """
 
     loss: Any
     slope: Any
     curvature: Any
     loss_after: Any
+    critical_multiple: Any
+    forward_passes: Any
+
+
+# What must be finite in a probe.
+ALWAYS = ("loss", "slope", "curvature", "loss_after")
 
 
 def along_update(loss: Loss) -> Callable[..., AlongUpdate]:
     """The function `(old, new, *args) -> AlongUpdate`, to be compiled by the caller.
 
-    It takes no reverse pass: one jvp through a jvp, and one more forward pass.
+    It takes no reverse pass: one jvp through a jvp, and the forward passes of the search.
 
     Args:
         loss: `(params, *args)` to the training loss; it needs forward mode.
@@ -59,8 +71,18 @@ def along_update(loss: Loss) -> Callable[..., AlongUpdate]:
 
     def measure(old: PyTree, new: PyTree, *args):
         update = curvature.difference(new, old)
-        value, slope, second = derivatives(old, update, *args)
-        return AlongUpdate(value, slope, second, loss(new, *args))
+        _, slope, second = derivatives(old, update, *args)
+        floats = trees.float_part(old)
+        at = lambda m: loss(trees.merge(trees.axpy(m, update, floats), old), *args)
+        found = line_search(at, -2 * slope / second, slope < 0)
+        return AlongUpdate(
+            found.loss,
+            slope,
+            second,
+            found.loss_after,
+            found.multiple,
+            found.passes,
+        )
 
     return measure
 
@@ -74,7 +96,8 @@ def scalars(found: AlongUpdate, learning_rate: float | None) -> dict[str, float]
 
     Returns:
         The multiples are left out where the quadratic model has no minimum ahead, the
-        sharpness where the slope is zero or there is no learning rate.
+        sharpness where the slope is zero or there is no learning rate, the critical
+        numbers where the search found no crossing.
     """
     slope, second = float(found.slope), float(found.curvature)
     numbers = {
@@ -83,18 +106,23 @@ def scalars(found: AlongUpdate, learning_rate: float | None) -> dict[str, float]
         "curvature": second,
         "predicted_change": slope + second / 2,
         "actual_change": float(found.loss_after) - float(found.loss),
+        "critical_multiple": float(found.critical_multiple),
+        "forward_passes": float(found.forward_passes),
     }
     if slope < 0 < second:
         numbers["multiple_of_least_loss"] = -slope / second
         numbers["multiple_of_return"] = -2 * slope / second
     if slope and learning_rate:
         numbers["directional_sharpness"] = -second / (learning_rate * slope)
+        numbers["critical_sharpness"] = 2 / (
+            learning_rate * numbers["critical_multiple"]
+        )
     return {name: x for name, x in numbers.items() if math.isfinite(x)}
 
 
 def not_finite(found: AlongUpdate) -> list[str]:
-    """The names and values of what is NaN or infinite."""
-    values = {f.name: float(getattr(found, f.name)) for f in dataclasses.fields(found)}
+    """The names and values of what is NaN or infinite and must not be."""
+    values = {name: float(getattr(found, name)) for name in ALWAYS}
     return [
         f"{name} {value}" for name, value in values.items() if not math.isfinite(value)
     ]

@@ -8,7 +8,7 @@ import pytest
 from t5x_fwdloss.training.along_update import AlongUpdate
 from t5x_fwdloss.training.probes import Probes
 
-FINITE = AlongUpdate(*map(np.float32, (5.0, -2.0, 1.0, 3.25)))
+FINITE = AlongUpdate(*map(np.float32, (5.0, -2.0, 1.0, 3.25, 8.0, 7)))
 
 
 class Clock:
@@ -55,6 +55,9 @@ def test_numbers_go_out_with_their_tags_at_their_step(probes, clock, written):
         "curvature/multiple_of_least_loss": 2.0,
         "curvature/multiple_of_return": 4.0,
         "curvature/directional_sharpness": 1.0,
+        "curvature/critical_multiple": 8.0,
+        "curvature/critical_sharpness": 0.5,
+        "curvature/forward_passes": 7.0,
         "curvature/probe_seconds": 0.0,
         "curvature/share_of_time": 0.0,
     }
@@ -91,7 +94,7 @@ def test_what_is_not_finite_is_logged_and_named_and_not_written(
 ):
     with probes.training():
         clock.passes(1)
-        probes.run(3, lambda: AlongUpdate(5.0, -2.0, value, 3.0), (), 0.1)
+        probes.run(3, lambda: AlongUpdate(5.0, -2.0, value, 3.0, 1.0, 5), (), 0.1)
     assert set(written[3]) == {"curvature/probe_seconds", "curvature/share_of_time"}
     (record,) = caplog.records
     assert record.levelname == "ERROR"

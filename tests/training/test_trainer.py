@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.t5x, pytest.mark.timeout(600)]
 
 EIGHT = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
+CRITICAL = ("multiple", "sharpness")
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -48,7 +50,7 @@ def test_probes_change_no_parameter_in_any_bit(runs):
 
 @pytest.fixture(scope="module")
 def reverse_mode(runs):
-    """Both losses, slope and curvature of a step by T5X's own gradients of its own loss."""
+    """A step's numbers by T5X's own gradients of its own loss, and a plain bisection."""
     from t5x import models
     from t5x import trainer as t5x_trainer
 
@@ -57,7 +59,7 @@ def reverse_mode(runs):
     stock.close()
 
     @jax.jit
-    def measured(old, new, batch, step):
+    def measured(old, new, batch, step, multiple):
         def gradient(params):
             found, metrics, _ = t5x_trainer.accumulate_grads_microbatched(
                 model,
@@ -70,22 +72,29 @@ def reverse_mode(runs):
 
         update = jax.tree.map(lambda a, b: a - b, new, old)
         (grads, loss), (products, _) = jax.jvp(gradient, (old,), (update,))
-        return update, grads, products, loss, gradient(new)[1]
+        far = jax.tree.map(lambda a, b: a + multiple * b, old, update)
+        return update, grads, products, loss, gradient(far)[1]
 
     def of_step(step):
         old, new = runs[0][step - 1 : step + 1]
         batch = list(training.batches())[step - 1]
-        update, *trees, loss, after = measured(old, new, batch, step - 1)
+        loss_at = lambda m: float(measured(old, new, batch, step - 1, m)[-1])
+        update, *trees, loss, after = measured(old, new, batch, step - 1, 1.0)
         inner = lambda a, b: np.vdot(*(np.float64(x).ravel() for x in (a, b)))
         sums = [sum(jax.tree.leaves(jax.tree.map(inner, t, update))) for t in trees]
-        return float(loss), float(after), *map(float, sums)
+        lower, upper = 1.0, 1000.0
+        while upper > 1.001 * lower:
+            middle = np.sqrt(lower * upper)
+            rises = loss_at(middle) > loss
+            lower, upper = (lower, middle) if rises else (middle, upper)
+        return float(loss), float(after), *map(float, sums), lower
 
     return of_step
 
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_event_files_hold_what_t5x_s_own_gradients_give(events, reverse_mode, step):
-    loss, after, slope, curvature = reverse_mode(step)
+    loss, after, slope, curvature, critical = reverse_mode(step)
     rate = training.RATE / step
     expected = {
         "loss": loss,
@@ -99,6 +108,10 @@ def test_event_files_hold_what_t5x_s_own_gradients_give(events, reverse_mode, st
     }
     got = {name: events[f"curvature/{name}"][step] for name in expected}
     assert got == pytest.approx(expected, rel=1e-4)
+    found = {name: events[f"curvature/critical_{name}"][step] for name in CRITICAL}
+    assert found["multiple"] == pytest.approx(critical, rel=0.05)
+    assert found["sharpness"] == pytest.approx(2 / (rate * critical), rel=0.05)
+    assert 3 <= events["curvature/forward_passes"][step] <= 10
     # The loss that T5X reports of this step.
     assert got["loss"] == pytest.approx(events["loss"][step], rel=1e-6)
 
