@@ -17,7 +17,7 @@ ALLOWED = {
     "analysis": {"losses", "curvature", "loss_mixin", "progress"},
     "models": {"losses", "loss_mixin"},
     "gin_override": {"models"},
-    "training": {"analysis", "curvature", "loss_mixin", "models"},
+    "training": {"analysis", "curvature", "losses", "loss_mixin", "models"},
     "t5x_host": {"analysis", "curvature", "command_line", "progress"},
     "analyze": None,  # anything
     "standalone": None,

@@ -6,7 +6,7 @@ $\phi$ passes its value at 0; 2 over the learning rate times it is the critical 
 The search is that of Kalra et al.: growth until the loss rises (or shrinkage until it no
 longer does), then bisection, here of the logarithm. Two things differ: it starts where
 the quadratic model of the loss returns, and its first step away from there is short, so
-that five passes are enough where the model holds. Like theirs, it finds one crossing; if
+that four passes are enough where the model holds. Like theirs, it finds one crossing; if
 there are several, not always the first.
 
 References:
@@ -22,8 +22,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 NUM_PASSES = 10
-TOLERANCE = 1.1  # the ratio of a bracket's ends at which the search stops
-NEAR, FAR = 1.2, 2.0  # factors of the first step away from the guess, and of the others
+# The ratio of a bracket's ends at which the search stops: its middle is right to 10 %.
+TOLERANCE = 1.2
+# Factors of the first step away from the guess, and of the others: within 4 times the
+# guess the search takes 8 passes, and it reaches 76 times the guess.
+NEAR, FAR = 1.19, 4.0
 
 
 @jax.tree_util.register_dataclass

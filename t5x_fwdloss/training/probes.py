@@ -8,10 +8,21 @@ from typing import Any
 import jax
 from absl import logging
 
+from t5x_fwdloss import losses
 from t5x_fwdloss.training import along_update
 
 Write = Callable[[int, Mapping[str, float]], None]
 PREFIX = "curvature"
+NEEDS = "Curvature while training needs a loss that has forward mode:"
+# What a line of the log says of a probe; the rest is in TensorBoard.
+SAID = (
+    "loss",
+    "predicted_change",
+    "actual_change",
+    "multiple_of_return",
+    "critical_multiple",
+    "probe_seconds",
+)
 
 
 class Probes:
@@ -23,13 +34,16 @@ class Probes:
     """
 
     def __init__(
-        self, period: int, write: Write, clock: Callable[[], float] = time.monotonic
+        self,
+        period: int | None,
+        write: Write,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Nothing is measured yet.
 
         Args:
             period: steps 'period', 2 'period', ... are probed, counted from the first
-                step of the model, not of this run.
+                step of the model, not of this run; None for no probes.
             write: takes a step and its numbers by tag.
             clock: returns the time in seconds.
         """
@@ -39,7 +53,7 @@ class Probes:
 
     def is_due(self, step: int) -> bool:
         """Whether the step that ends with `step` steps done is probed."""
-        return step % self._period == 0
+        return self._period is not None and step % self._period == 0
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -89,5 +103,26 @@ class Probes:
         self._write(step, {f"{PREFIX}/{name}": x for name, x in numbers.items()})
 
 
+def check_forward_mode(chosen: losses.LossSettings) -> None:
+    """Passes if a loss can be probed.
+
+    Args:
+        chosen: the settings of the loss.
+
+    Raises:
+        ValueError: it has no forward mode; the ones that have are named.
+    """
+    if not chosen.implementation.has_forward_mode:
+        names = [
+            repr(name)
+            for name, implementation in losses.IMPLEMENTATIONS.items()
+            if implementation.has_forward_mode
+        ]
+        raise ValueError(
+            f"{NEEDS} got LOSS_IMPL = {chosen.impl!r}; choose {' or '.join(names)}."
+        )
+
+
 def _words(numbers: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {x:.4g}" for name, x in numbers.items())
+    known = {name: numbers[name] for name in SAID if name in numbers}
+    return ", ".join(f"{name.replace('_', ' ')} {x:.4g}" for name, x in known.items())

@@ -25,7 +25,7 @@ from t5x import trainer as t5x_trainer
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.objective import forward_mode
 from t5x_fwdloss.training import along_update
-from t5x_fwdloss.training.probes import PREFIX, Probes
+from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
 
 Constructor = Callable[..., Any]  # of a t5x.trainer.BaseTrainer
 # T5X's names of a step's learning rate among its metrics.
@@ -34,7 +34,6 @@ REMEDY = (
     "add --gin_file=t5x_fwdloss/configs/losses/custom_jvp.gin (or chunked.gin, or "
     "autodiff.gin)"
 )
-_NEEDS = "Curvature while training needs a loss that has forward mode:"
 _STOCK_LOSS = models.t5x_models.BaseTransformerModel.loss_fn
 
 
@@ -208,15 +207,10 @@ def _check_model(model) -> None:
         ValueError: it names the losses to choose from.
     """
     if isinstance(model, loss_mixin.LossMixin):
-        chosen = model.loss_settings
-        if not chosen.implementation.has_forward_mode:
-            raise ValueError(
-                f"{_NEEDS} got LOSS_IMPL = {chosen.impl!r}; choose 'custom_jvp' or "
-                f"'autodiff', or {REMEDY}."
-            )
+        check_forward_mode(model.loss_settings)
     elif inspect.unwrap(type(model).loss_fn) is _STOCK_LOSS:
         raise ValueError(
-            f"{_NEEDS} got T5X's own loss, of {type(model).__name__}; {REMEDY}."
+            f"{NEEDS} got T5X's own loss, of {type(model).__name__}; {REMEDY}."
         )
 
 
@@ -232,7 +226,7 @@ def _check_traced(model, loss, params, batch, step) -> None:
     found = forward_mode.blocking_functions(loss, shapes[0], *shapes)
     if found is not None:
         raise ValueError(
-            f"{_NEEDS} got that of {type(model).__name__}, in which jax.custom_vjp has "
+            f"{NEEDS} got that of {type(model).__name__}, in which jax.custom_vjp has "
             f"none: {', '.join(found) or 'a function without a name'}; derive "
             f"{type(model).__name__} from a class in t5x_fwdloss.models instead."
         )

@@ -92,7 +92,7 @@ REFUSED = {
     ),
     "loss": (
         [f"--gin_file={LOSSES}/custom_vjp.gin"],
-        "forward mode: got LOSS_IMPL = 'custom_vjp'; choose 'custom_jvp' or 'autodiff'",
+        "forward mode: got LOSS_IMPL = 'custom_vjp'; choose 'autodiff' or 'custom_jvp'",
     ),
     "stock": (
         [],

@@ -45,10 +45,10 @@ def test_every_number_of_a_quadratic_has_its_closed_form():
         "directional_sharpness": along / squared,
     }
     found = numbers_of_quadratic()
-    # The loss is its quadratic model, so the critical numbers are the model's, to 5 %.
-    assert found.pop("critical_multiple") == pytest.approx(20 / 3, rel=0.05)
-    assert found.pop("critical_sharpness") == pytest.approx(3.0, rel=0.05)
-    assert found.pop("forward_passes") == 5
+    # The loss is its quadratic model, so the critical numbers are the model's, to 10 %.
+    assert found.pop("critical_multiple") == pytest.approx(20 / 3, rel=0.1)
+    assert found.pop("critical_sharpness") == pytest.approx(3.0, rel=0.1)
+    assert found.pop("forward_passes") == 4
     assert found == pytest.approx(expected, rel=1e-12, abs=0)
     assert quadratic(found["multiple_of_return"] * -RATE * GRADIENT) == pytest.approx(
         0.0, abs=1e-12

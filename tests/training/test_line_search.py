@@ -33,19 +33,26 @@ def searched(function, guess, descends=True):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("off", [0.15, 0.5, 0.95, 1.0, 1.05, 1.7, 6.0, np.nan])
+@pytest.mark.parametrize("off", [0.02, 0.15, 0.5, 0.95, 1.0, 1.05, 1.7, 6.0, 70.0])
 @pytest.mark.parametrize("crossing", [0.3, 1.0, 2.2, 7.0])
-def test_the_crossing_is_found_to_5_percent_in_ten_passes(name, off, crossing):
+def test_the_crossing_is_found_to_10_percent_in_ten_passes(name, off, crossing):
     found = searched(FUNCTIONS[name](crossing), jnp.float32(off * crossing))
-    assert float(found.multiple) == pytest.approx(crossing, rel=0.05)
+    assert float(found.multiple) == pytest.approx(crossing, rel=0.1)
     assert int(found.passes) <= 10
 
 
 @pytest.mark.parametrize("crossing", [0.02, 0.5, 1.9, 5.0, 300.0])
-def test_an_exact_model_takes_five_passes_however_far(crossing):
+def test_an_exact_model_takes_four_passes_however_far(crossing):
     found = searched(parabola(crossing), jnp.float32(crossing))
-    assert float(found.multiple) == pytest.approx(crossing, rel=0.05)
-    assert int(found.passes) == 5
+    assert float(found.multiple) == pytest.approx(crossing, rel=0.1)
+    assert int(found.passes) == 4
+
+
+@pytest.mark.parametrize("crossing", [0.3, 1.0, 2.2, 40.0])
+def test_without_a_guess_the_search_starts_from_the_step_itself(crossing):
+    found = searched(parabola(crossing), jnp.float32(np.nan))
+    assert float(found.multiple) == pytest.approx(crossing, rel=0.1)
+    assert int(found.passes) <= 10
 
 
 def test_the_first_passes_are_the_losses_before_and_after_the_step():

@@ -109,8 +109,8 @@ def test_event_files_hold_what_t5x_s_own_gradients_give(events, reverse_mode, st
     got = {name: events[f"curvature/{name}"][step] for name in expected}
     assert got == pytest.approx(expected, rel=1e-4)
     found = {name: events[f"curvature/critical_{name}"][step] for name in CRITICAL}
-    assert found["multiple"] == pytest.approx(critical, rel=0.05)
-    assert found["sharpness"] == pytest.approx(2 / (rate * critical), rel=0.05)
+    assert found["multiple"] == pytest.approx(critical, rel=0.1)
+    assert found["sharpness"] == pytest.approx(2 / (rate * critical), rel=0.1)
     assert 3 <= events["curvature/forward_passes"][step] <= 10
     # The loss that T5X reports of this step.
     assert got["loss"] == pytest.approx(events["loss"][step], rel=1e-6)
