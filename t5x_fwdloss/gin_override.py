@@ -1,12 +1,13 @@
-"""Sends the macro MODEL of a gin configuration through `t5x_fwdloss.models.with_loss`.
+"""Wraps what a user's gin files built: MODEL in `with_loss`, trainer_cls in `with_curvature`.
 
-Imported by the files in `configs/losses/`, never by library code. A gin file cannot say
+Imported by the files in `configs/losses/` and `configs/training/`, never by library code. A gin file cannot say
 "the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers
 to itself, and naming a class (`@models.EncoderDecoderModel()`) would replace a user's
 own class. gin's finalize hooks see the completed configuration, whatever the order of
 its files. So the files bind the macro WITH_LOSS = @with_loss(), and here the user's
 MODEL, of any class, becomes that function's argument and WITH_LOSS the MODEL. The
-`config.gin` that T5X writes says so in plain gin.
+`config.gin` that T5X writes says so in plain gin. The same with WITH_CURVATURE and the
+argument `trainer_cls` of the training script.
 """
 
 from gin import config as gin_config
@@ -41,3 +42,38 @@ def model_through_with_loss(config):
         "MODEL/gin.macro.value": with_loss,
         f"{with_loss.configurable.selector}.model": model,
     }
+
+
+@gin_config.register_finalize_hook
+def trainer_cls_through_with_curvature(config):
+    """Bindings that make `trainer_cls` the user's own trainer with probes.
+
+    Nothing happens if no file of `configs/training/` was read, or if `trainer_cls` is
+    `@with_curvature()` already.
+
+    Args:
+        config: gin's configuration, `{(scope, selector): {parameter: value}}`.
+
+    Raises:
+        ValueError: no file binds `trainer_cls`, or several scripts have one.
+    """
+    with_curvature = config.get(("WITH_CURVATURE", "gin.macro"), {}).get("value")
+    if with_curvature is None:
+        return None
+    ours = with_curvature.configurable.selector
+    found = {
+        f"{scope}/{selector}".removeprefix("/"): parameters["trainer_cls"]
+        for (scope, selector), parameters in config.items()
+        if "trainer_cls" in parameters and selector != ours
+    }
+    if len(found) != 1:
+        bound = " and ".join(found) or "none"
+        raise ValueError(
+            "The files in t5x_fwdloss/configs/training/ wrap the trainer_cls of one "
+            f"training script, and the gin files must bind it: got {bound}; T5X's own "
+            "run file is --gin_file=t5x/configs/runs/pretrain.gin."
+        )
+    ((script, trainer_cls),) = found.items()
+    if trainer_cls == with_curvature:
+        return None
+    return {f"{script}.trainer_cls": with_curvature, f"{ours}.trainer_cls": trainer_cls}

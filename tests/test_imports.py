@@ -17,13 +17,14 @@ ALLOWED = {
     "analysis": {"losses", "curvature", "loss_mixin", "progress"},
     "models": {"losses", "loss_mixin"},
     "gin_override": {"models"},
+    "training": {"analysis", "curvature", "losses", "loss_mixin", "models"},
     "t5x_host": {"analysis", "curvature", "command_line", "progress"},
     "analyze": None,  # anything
     "standalone": None,
 }
 MAY_IMPORT = {
     "gin": {"command_line", "gin_override", "analyze", "standalone"},
-    "t5x": {"models", "analyze", "t5x_host"},
+    "t5x": {"models", "analyze", "t5x_host", "training"},
 }
 
 
@@ -57,6 +58,14 @@ def test_a_part_imports_what_lies_below_it_only(repository, part):
                 assert part in MAY_IMPORT[library], f"{path} imports {name}"
             if library == "t5x_fwdloss" and ALLOWED[part] is not None:
                 assert inner[0] in ALLOWED[part] | {part}, f"{path} imports {name}"
+
+
+def test_the_mathematics_of_training_knows_no_host(repository):
+    for path in files(repository, "training"):
+        if path.name != "trainer.py":
+            for name in imports(path):
+                assert name.split(".")[0] != "t5x", path
+                assert not name.startswith("t5x_fwdloss.models"), path
 
 
 def test_every_part_is_in_the_table(repository):

@@ -144,6 +144,11 @@ TRAINING = [
     ),
     ("KEEP_CHECKPOINTS=0", r"KEEP_CHECKPOINTS must be a whole number .*None: got 0"),
     ("LEARNING_RATE='1'", r"LEARNING_RATE must be a finite number above 0: got '1'"),
+    ("CURVATURE_PERIOD=0", r"CURVATURE_PERIOD must be .* at least 1 or None: got 0"),
+    (
+        "LEARNING_RATE_FN='a'",
+        r"LEARNING_RATE_FN must be a finite number or .*: got 'a'",
+    ),
     ("WARMUP_STEPS=0", r"WARMUP_STEPS must be a whole number of at least 1: got 0"),
     ("OPTIMIZER=@optax.adafactor", r"OPTIMIZER must be .*: got adafactor itself"),
     ("MODEL_DIR=None", r"needs values|MODEL_DIR must be a string"),

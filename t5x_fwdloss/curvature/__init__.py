@@ -52,6 +52,9 @@ from t5x_fwdloss.curvature.products.derivatives import gradient as gradient
 from t5x_fwdloss.curvature.products.derivatives import (
     hessian_product as hessian_product,
 )
+from t5x_fwdloss.curvature.products.derivatives import (
+    second_directional_derivative as second_directional_derivative,
+)
 from t5x_fwdloss.curvature.products.linearized import (
     AmortizedProduct as AmortizedProduct,
 )

@@ -25,7 +25,7 @@ from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.store import files, lock
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
-from t5x_fwdloss.standalone import checkpoints, data
+from t5x_fwdloss.standalone import checkpoints, data, probing
 from t5x_fwdloss.standalone.model import StandaloneModel
 
 RUN_FILE = "t5x_fwdloss/configs/standalone/train.gin"
@@ -34,7 +34,7 @@ REQUIRED_MACROS = {
     "MODEL_DIR": "--gin.MODEL_DIR=\"'/my/model'\"",
 }
 # Arguments whose macros are not their names in capitals.
-MACROS = {"total_steps": "TRAIN_STEPS"}
+MACROS = {"total_steps": "TRAIN_STEPS", "learning_rate": "LEARNING_RATE_FN"}
 
 
 def train(
@@ -51,6 +51,8 @@ def train(
     seed: settings.Seed = 0,
     train_split: settings.Words = "train",
     eval_split: settings.Words = "validation",
+    curvature_period: settings.Positive | None = None,
+    learning_rate: probing.LearningRate | None = None,
     config_text: str = "",
 ) -> dict[str, float]:
     """Trains up to `total_steps`; returns the validation metrics at the end.
@@ -69,6 +71,9 @@ def train(
         seed: seed of the parameters and of dropout.
         train_split: split to train on.
         eval_split: split to validate on.
+        curvature_period: steps from one probe of the curvature along an update to the
+            next; None for none.
+        learning_rate: the optimizer's learning rate or schedule, for the sharpness.
         config_text: the gin configuration, written to `model_dir`.
 
     Raises:
@@ -78,6 +83,8 @@ def train(
     checkpoints.check_place(model_dir)
     key = probes.as_key(seed)
     data.check_vocabulary(dataset, model.vocab_size)
+    if curvature_period is not None:
+        probing.check(model, optimizer, learning_rate)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
     train_step, eval_step = compiled_steps(model, optimizer)
     folder = files.user_path(model_dir)
@@ -107,6 +114,9 @@ def train(
         files.write_bytes(folder / "config.gin", config_text.encode())
         writer = metric_writers.SummaryWriter(str(folder))
         stack.callback(writer.close)
+        step_probes = probing.StepProbes(
+            model, learning_rate, curvature_period, writer.write_scalars
+        )
 
         def report(step, train_metrics):
             found = mean([eval_step(params, batch) for batch in eval_batches])
@@ -116,11 +126,14 @@ def train(
         seen = []
         progress = stack.enter_context(Progress("training", total_steps, done=first))
         for step in range(first + 1, total_steps + 1):
-            params, state, metrics = train_step(
-                params, state, next(batches), jax.random.fold_in(key, step)
-            )
+            given = next(batches), jax.random.fold_in(key, step)
+            step_probes.before(step, params, *given)
+            with step_probes.training():
+                params, state, metrics = train_step(params, state, *given)
+                loss = _finite_loss(metrics, step)
+                step_probes.after(step, params)
             seen.append(metrics)
-            progress.update(note=f"loss {_finite_loss(metrics, step):.3f}")
+            progress.update(note=f"loss {loss:.3f}")
             last = step == total_steps
             if step % eval_period == 0 and not last:
                 report(step, seen)

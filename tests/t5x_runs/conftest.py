@@ -43,6 +43,7 @@ train_script.train:
 utils.SaveCheckpointConfig.period = 50
 """
 LOSSES = "t5x_fwdloss/configs/losses"
+CURVATURE = "t5x_fwdloss/configs/training/curvature.gin"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +178,7 @@ def stock_run(project):
 
 @pytest.fixture(scope="session")
 def trained(project, stock_run):
-    """The same with each of our losses; two runs at a time.
+    """The same with each of our losses, and with probes; two runs at a time.
 
     custom_vjp by the real command, the others in forks.
     """
@@ -190,6 +191,12 @@ def trained(project, stock_run):
             project.run,
             f"--gin_file={chunked}",
             "--gin.LOSS_CHUNK_LENGTH=10",
+        ),
+        "probed": (
+            project.run,
+            f"--gin_file={jvp}",
+            f"--gin_file={CURVATURE}",
+            "--gin.CURVATURE_PERIOD=20",
         ),
     }
 

@@ -1,7 +1,9 @@
-"""Training with each loss, chosen beside a user's stock configuration."""
+"""Training with each loss, and with probes, chosen beside a user's configuration."""
 
 import numpy as np
 import pytest
+
+from t5x_runs.conftest import CURVATURE, LOSSES
 
 # The time limit is for the shared runs, on a machine that is busy.
 pytestmark = [pytest.mark.t5x, pytest.mark.timeout(900)]
@@ -45,3 +47,76 @@ def test_a_written_configuration_parses_alone_and_keeps_the_loss(project, traine
     assert again.status == 0, again.log[-3000:]
     assert "fwdloss_models.with_loss.model = @models.EncoderDecoderModel()" in again.log
     assert "LOSS_IMPL = 'custom_vjp'" in again.log
+
+
+def test_a_probed_run_is_its_run_without_probes_in_every_bit(project, trained):
+    assert trained["probed"].status == 0, trained["probed"].log[-3000:]
+    for where in (("loss",), ("accuracy",), ("loss", "training_eval/cmudict_g2p")):
+        wanted = project.losses("custom_jvp", *where)
+        assert wanted
+        assert project.losses("probed", *where) == wanted
+    slopes = project.losses("probed", "curvature/slope")
+    assert list(slopes) == [20, 40]  # of 50 steps
+    assert all(slope < 0 for slope in slopes.values())
+    assert not project.losses("custom_jvp", "curvature/slope")
+
+
+def test_the_configuration_of_a_probed_run_wraps_the_trainer_once(project, trained):
+    written = project.path / "probed" / "config.gin"
+    again = project.run(
+        "t5x.main", "--run_mode=train", "--dry_run", f"--gin_file={written}"
+    )
+    assert again.status == 0, again.log[-3000:]
+    for text in (written.read_text(), again.log):
+        assert "train.trainer_cls = @fwdloss_trainer.with_curvature()" in text
+        assert "fwdloss_trainer.with_curvature.trainer_cls = @trainer.Trainer" in text
+
+
+NO_TRAINER = """
+from __gin__ import dynamic_registration
+import __main__ as train_script
+from t5x import utils
+train_script.train.trainer_cls = @utils.DatasetConfig
+"""
+REFUSED = {
+    "period": (
+        [f"--gin_file={LOSSES}/custom_jvp.gin", "--gin.CURVATURE_PERIOD='10'"],
+        "CURVATURE_PERIOD must be a whole number of at least 1: got '10'",
+    ),
+    "trainer": (
+        [
+            f"--gin_file={LOSSES}/custom_jvp.gin",
+            "--gin_file=no_trainer.gin",
+        ],
+        "trainer_cls must be t5x.trainer.Trainer or another t5x.trainer.BaseTrainer: got",
+    ),
+    "loss": (
+        [f"--gin_file={LOSSES}/custom_vjp.gin"],
+        "forward mode: got LOSS_IMPL = 'custom_vjp'; choose 'autodiff' or 'custom_jvp'",
+    ),
+    "stock": (
+        [],
+        "got T5X's own loss, of EncoderDecoderModel; add --gin_file=t5x_fwdl",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_probed_is_a_sentence_before_training_begins(project, case):
+    project.write("no_trainer.gin", NO_TRAINER)
+    bad, sentence = REFUSED[case]
+    first, more = bad[:1], bad[1:]
+    arguments = [*first, f"--gin_file={CURVATURE}", *more]
+    done = project.run("t5x.main", *project.train_arguments(f"bad_{case}", *arguments))
+    assert done.status == 1
+    assert sentence in done.log
+    assert not list((project.path / f"bad_{case}").glob("checkpoint_*"))
+
+
+def test_probes_without_a_training_script_are_a_sentence(project):
+    done = project.run(
+        "t5x.main", "--run_mode=train", "--dry_run", f"--gin_file={CURVATURE}"
+    )
+    assert done.status == 1
+    assert "wrap the trainer_cls of one training script" in done.log
+    assert "must bind it: got none" in done.log

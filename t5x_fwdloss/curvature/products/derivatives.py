@@ -60,6 +60,28 @@ def directional_derivative(loss: Function) -> Function:
     return product
 
 
+def second_directional_derivative(loss: Function) -> Function:
+    r"""The function `(params, v, *args) -> (f, <g, v>, <v, H v>)`, without a reverse pass.
+
+    One jvp through a jvp of the loss, which needs forward mode.
+
+    Args:
+      loss: `(params, *args) -> scalar`.
+
+    Returns:
+      The function; all three results are scalars.
+    """
+
+    def product(params, v, *args):
+        function = of_floats(loss, params, args)
+        floats, direction = trees.float_part(params), tangent(v, params)
+        once = lambda at: jax.jvp(function, (at,), (direction,))
+        (value, slope), (_, curvature) = jax.jvp(once, (floats,), (direction,))
+        return value, slope, curvature
+
+    return product
+
+
 def gradient(loss: Function) -> Function:
     """The function `(params, *args) -> g`, a vector in float32 or wider.
 

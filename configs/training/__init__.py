@@ -1,0 +1,1 @@
+"""Gin files, a package so that `include` finds them from any directory."""

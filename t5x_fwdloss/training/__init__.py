@@ -1,0 +1,1 @@
+"""Curvature while training: what is measured around a step, for both hosts."""

@@ -1,0 +1,246 @@
+"""T5X's trainer with probes: the same parameters, and numbers by value from its events."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from training import t5x_training as training
+
+pytestmark = [pytest.mark.t5x, pytest.mark.timeout(600)]
+
+EIGHT = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+
+CRITICAL = ("multiple", "sharpness")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Parameters after each step without and with probes, and the folder of the events."""
+    from t5x import trainer as t5x_trainer
+
+    folder = tmp_path_factory.mktemp("runs")
+    stock = training.trained(training.trainer(folder / "stock", t5x_trainer.Trainer))
+    ours = training.trained(training.trainer(folder / "probed", training.probed()))
+    return stock, ours, folder
+
+
+@pytest.fixture(scope="module")
+def events(runs):
+    return training.events(runs[2] / "probed")
+
+
+def assert_same_trees(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_probes_change_no_parameter_in_any_bit(runs):
+    stock, ours, _ = runs
+    assert len(stock) == training.STEPS + 1
+    assert_same_trees(stock, ours)
+    first, last = (jax.tree.leaves(params)[0] for params in (stock[0], stock[-1]))
+    assert not np.array_equal(first, last)
+
+
+@pytest.fixture(scope="module")
+def reverse_mode(runs):
+    """A step's numbers by T5X's own gradients of its own loss, and a plain bisection."""
+    from t5x import models
+    from t5x import trainer as t5x_trainer
+
+    model = training.model(cls=models.EncoderDecoderModel)
+    stock = training.trainer(runs[2] / "reverse", t5x_trainer.Trainer, model)
+    stock.close()
+
+    @jax.jit
+    def measured(old, new, batch, step, multiple):
+        def gradient(params):
+            found, metrics, _ = t5x_trainer.accumulate_grads_microbatched(
+                model,
+                stock.train_state.replace_params(params),
+                batch,
+                stock._get_step_rng(step),
+                stock._num_microbatches,
+            )
+            return found, metrics["loss"].total
+
+        update = jax.tree.map(lambda a, b: a - b, new, old)
+        (grads, loss), (products, _) = jax.jvp(gradient, (old,), (update,))
+        far = jax.tree.map(lambda a, b: a + multiple * b, old, update)
+        return update, grads, products, loss, gradient(far)[1]
+
+    def of_step(step):
+        old, new = runs[0][step - 1 : step + 1]
+        batch = list(training.batches())[step - 1]
+        loss_at = lambda m: float(measured(old, new, batch, step - 1, m)[-1])
+        update, *trees, loss, after = measured(old, new, batch, step - 1, 1.0)
+        inner = lambda a, b: np.vdot(*(np.float64(x).ravel() for x in (a, b)))
+        sums = [sum(jax.tree.leaves(jax.tree.map(inner, t, update))) for t in trees]
+        lower, upper = 1.0, 1000.0
+        while upper > 1.001 * lower:
+            middle = np.sqrt(lower * upper)
+            rises = loss_at(middle) > loss
+            lower, upper = (lower, middle) if rises else (middle, upper)
+        return float(loss), float(after), *map(float, sums), lower
+
+    return of_step
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_event_files_hold_what_t5x_s_own_gradients_give(events, reverse_mode, step):
+    loss, after, slope, curvature, critical = reverse_mode(step)
+    rate = training.RATE / step
+    expected = {
+        "loss": loss,
+        "slope": slope,
+        "curvature": curvature,
+        "predicted_change": slope + curvature / 2,
+        "actual_change": after - loss,
+        "multiple_of_least_loss": -slope / curvature,
+        "multiple_of_return": -2 * slope / curvature,
+        "directional_sharpness": -curvature / (rate * slope),
+    }
+    got = {name: events[f"curvature/{name}"][step] for name in expected}
+    assert got == pytest.approx(expected, rel=1e-4)
+    found = {name: events[f"curvature/critical_{name}"][step] for name in CRITICAL}
+    assert found["multiple"] == pytest.approx(critical, rel=0.1)
+    assert found["sharpness"] == pytest.approx(2 / (rate * critical), rel=0.1)
+    assert 3 <= events["curvature/forward_passes"][step] <= 10
+    # The loss that T5X reports of this step.
+    assert got["loss"] == pytest.approx(events["loss"][step], rel=1e-6)
+
+
+def test_only_probed_steps_have_numbers_and_each_tells_its_cost(events):
+    for name in ("slope", "probe_seconds", "share_of_time"):
+        assert list(events[f"curvature/{name}"]) == [3, 6]
+    assert all(0 < x < 1 for x in events["curvature/share_of_time"].values())
+    assert all(x > 0 for x in events["curvature/probe_seconds"].values())
+
+
+def test_eight_devices_train_the_same_and_give_the_same_numbers(
+    events, tmp_path, repository
+):
+    paths = [str(repository), str(repository / "tests")]
+    done = subprocess.run(
+        [sys.executable, "-m", "training.t5x_training", str(tmp_path)],
+        env={**os.environ, "XLA_FLAGS": EIGHT, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["devices"] == 8
+    assert report["moved"]
+    assert report["same"]
+    of_time = ("seconds", "share_of_time")
+    for tag, values in events.items():
+        if not tag.endswith(of_time):
+            got = {int(step): x for step, x in report["events"][tag].items()}
+            assert got == pytest.approx(values, rel=2e-4), tag
+
+
+def test_a_probe_of_nan_is_named_and_training_goes_on(tmp_path, caplog):
+    found = training.trainer(tmp_path, training.probed(period=2))
+    spoiled = jax.tree.map(lambda x: x * np.nan, found.train_state.params)
+    found.train_state = found.train_state.replace_params(spoiled)
+    assert len(training.trained(found)) == training.STEPS + 1
+    said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(said) == 3
+    assert (
+        "probe of step 2 must give finite numbers: got loss nan, slope nan" in said[0]
+    )
+    assert "curvature/slope" not in training.events(tmp_path)
+
+
+def test_a_trainer_with_a_loop_of_its_own_is_told_that_it_is_not_probed(
+    tmp_path, caplog
+):
+    from t5x import trainer as t5x_trainer
+
+    class Own(t5x_trainer.Trainer):
+        def train(self, batch_iter, num_steps, start_step=None):
+            for _ in range(num_steps):
+                state = self.train_state
+                self.train_state, _ = self._partitioned_train_step(
+                    state, next(batch_iter)
+                )
+
+    found = training.trainer(tmp_path, training.probed(Own))
+    found.train(training.batches(), 2, start_step=0)
+    found.close()
+    (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert "Own.train must take its steps from _compiled_train_step" in said
+    assert "took 0 of 2" in said
+
+
+@pytest.mark.parametrize("period", [0, -3])
+def test_a_period_below_one_is_refused(period):
+    with pytest.raises(
+        ValueError, match="CURVATURE_PERIOD must be a whole number of at least 1: got"
+    ):
+        training.probed(period=period)
+
+
+class NoTrainer:
+    """Takes T5X's keywords and is no trainer."""
+
+    def __init__(self, **_):
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("trainer_cls", [NoTrainer, pathlib.Path])
+def test_what_is_no_trainer_is_refused(trainer_cls):
+    with pytest.raises(TypeError, match=r"trainer_cls must be t5x.trainer.Trainer or"):
+        training.probed(trainer_cls)
+
+
+def test_a_function_that_returns_no_trainer_is_refused(tmp_path):
+    build = training.probed(lambda **named: NoTrainer(**named))
+    with pytest.raises(
+        TypeError, match=r"what trainer_cls returns must be t5x.trainer"
+    ):
+        training.trainer(tmp_path, build)
+
+
+def test_losses_without_forward_mode_are_refused_with_the_ones_to_choose(tmp_path):
+    from t5x import models
+
+    from t5x_fwdloss import losses
+
+    sentence = "needs a loss that has forward mode: got "
+    choose = r"add --gin_file=t5x_fwdloss/configs/losses/custom_jvp.gin"
+    for model, got in (
+        (
+            training.model("custom_vjp"),
+            r"LOSS_IMPL = 'custom_vjp'; choose 'custom_jvp'",
+        ),
+        (training.model(cls=models.EncoderDecoderModel), "T5X's own loss, of Encoder"),
+    ):
+        with pytest.raises(ValueError, match=f"{sentence}{got}.*{choose}"):
+            training.trainer(tmp_path, training.probed(), model)
+
+    class OwnLoss(models.EncoderDecoderModel):
+        impl = "custom_vjp"
+
+        def loss_fn(self, params, batch, dropout_rng):
+            logits = self._compute_logits(params, batch, dropout_rng)
+            found = losses.compute_weighted_cross_entropy(
+                logits, batch["decoder_target_tokens"], impl=self.impl
+            )
+            return found[0], {}
+
+    found = training.trainer(tmp_path, training.probed(), training.model(cls=OwnLoss))
+    with pytest.raises(
+        ValueError, match=f"{sentence}that of OwnLoss, in which jax.cust"
+    ):
+        found.compile_train(next(training.batches()))
+    OwnLoss.impl = "autodiff"
+    found.compile_train(next(training.batches()))
+    found.close()
