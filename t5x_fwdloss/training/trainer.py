@@ -24,6 +24,7 @@ from t5x import trainer as t5x_trainer
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.objective import forward_mode
+from t5x_fwdloss.curvature.products import derivatives
 from t5x_fwdloss.training import along_update
 from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
 
@@ -223,8 +224,9 @@ def _check_traced(model, loss, params, batch, step) -> None:
     if isinstance(model, loss_mixin.LossMixin):
         return  # checked by its settings, without a trace
     shapes = jax.eval_shape(lambda *x: x, params, batch, step)
-    found = forward_mode.blocking_functions(loss, shapes[0], *shapes)
-    if found is not None:
+    push = derivatives.directional_derivative(loss)
+    if forward_mode.is_blocked(jax.make_jaxpr(push)(shapes[0], *shapes)):
+        found = forward_mode.custom_vjp_functions(jax.make_jaxpr(loss)(*shapes))
         raise ValueError(
             f"{NEEDS} got that of {type(model).__name__}, in which jax.custom_vjp has "
             f"none: {', '.join(found) or 'a function without a name'}; derive "
