@@ -72,7 +72,7 @@ def train(
         train_split: split to train on.
         eval_split: split to validate on.
         curvature_period: steps from one probe of the curvature along an update to the
-            next; None for none.
+            next; None means no probes.
         learning_rate: the optimizer's learning rate or schedule, for the sharpness.
         config_text: the gin configuration, written to `model_dir`.
 
