@@ -1,7 +1,7 @@
-"""Wraps what a user's gin files built: MODEL in `with_loss`, trainer_cls in `with_curvature`.
+"""Wraps a user's MODEL in `with_loss`, and a trainer_cls in `with_curvature`.
 
-Imported by the files in `configs/losses/` and `configs/training/`, never by library code. A gin file cannot say
-"the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers
+Imported by the files in `configs/losses/` and `configs/training/`, never by library
+code. A gin file cannot say "the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers
 to itself, and naming a class (`@models.EncoderDecoderModel()`) would replace a user's
 own class. gin's finalize hooks see the completed configuration, whatever the order of
 its files. So the files bind the macro WITH_LOSS = @with_loss(), and here the user's

@@ -1,5 +1,7 @@
 """Eigenpairs of matrices with known spectra; restarts, blocks and resuming."""
 
+import weakref
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -284,3 +286,37 @@ def test_a_number_of_starts_are_vectors_of_fresh():
     numbered = curvature.eigenpairs(product, 2, fresh=drawn.__getitem__, **settings)
     np.testing.assert_array_equal(numbered.eigenvalues, listed.eigenvalues)
     assert numbered.num_products == listed.num_products
+
+
+def test_neither_fresh_starts_nor_the_old_basis_are_held_beside_the_vectors_in_use():
+    matrix, _ = problems.symmetric(np.r_[np.linspace(-1.0, 3.0, 196), 9, 8, 7, -7.0])
+    product = problems.matvec_of(matrix)
+    drawn, states, seen = [], [], []
+
+    def fresh(number):
+        row = np.random.default_rng(number).normal(size=200)
+        vector = problems.unflatten(row, shapes={"kernel": (200,)})
+        drawn.append(weakref.ref(vector["kernel"]))
+        return vector
+
+    def watched(v):
+        alive = sum(ref() is not None for ref in drawn)
+        seen.append((alive, states[-1].space.basis.size if states else 0))
+        return product(v)
+
+    found = curvature.eigenpairs(
+        watched, 2, fresh=fresh, num_largest=3, num_smallest=1, on_step=states.append
+    )
+    assert len(drawn) > 2
+    assert all(alive == 0 for alive, _ in seen)
+    # For the true residuals: the pairs, and vectors that were not multiplied yet.
+    at_the_end = [size for _, size in seen[found.num_steps :]]
+    assert len(at_the_end) == 4
+    assert max(at_the_end) <= 4 + 3 < max(size for _, size in seen)
+
+
+@pytest.mark.parametrize("start", [[], 0, 2])
+def test_starts_that_are_none_are_refused(start):
+    message = "at least one start vector: got 0|a list where fresh is None: got 2"
+    with pytest.raises(ValueError, match=message):
+        curvature.eigenpairs(lambda v: v, start)

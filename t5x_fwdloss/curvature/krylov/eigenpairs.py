@@ -25,52 +25,12 @@ from t5x_fwdloss.curvature.krylov.eigenpairs_state import (
     EigenpairsState,
 )
 from t5x_fwdloss.curvature.krylov.places import End
-from t5x_fwdloss.curvature.krylov.space import Krylov, rounding_level
+from t5x_fwdloss.curvature.krylov.space import Krylov
+from t5x_fwdloss.curvature.krylov.wanted import Wanted
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 # The fraction of the steps after which a converged end is settled on its own.
 LATE = 0.75
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """The wanted pairs, and the dimension of the space."""
-
-    num_largest: int
-    num_smallest: int
-    tolerance: float
-    rounding: float
-    total: int
-
-    @property
-    def count(self) -> int:
-        return self.num_largest + self.num_smallest
-
-    def positions(self, size: int) -> dict[End, list[int]]:
-        """Positions in ascending order, from the outermost inwards; none twice."""
-        largest = min(self.num_largest, size)
-        smallest = min(self.num_smallest, size - largest)
-        return {
-            "largest": [size - 1 - i for i in range(largest)],
-            "smallest": list(range(smallest)),
-        }
-
-    def level(self, space: Krylov) -> float:
-        """The residual that rounding leaves, relative to the largest value."""
-        epsilon = trees.epsilon(space.basis.like)
-        return rounding_level(epsilon, space.num_products, self.rounding)
-
-    def places(self, space: Krylov) -> dict[End, places.Places]:
-        """The places at each end at which pairs are wanted."""
-        values, _, residuals = ritz.pairs(space)
-        allowed = places.allowed_residuals(values, self.tolerance, self.level(space))
-        return {
-            end: places.Places(
-                places.SIGNS[end], values[chosen], residuals[chosen], allowed[chosen]
-            )
-            for end, chosen in self.positions(len(values)).items()
-            if chosen
-        }
 
 
 def eigenpairs(
@@ -125,7 +85,8 @@ def eigenpairs(
       The pairs, each marked as converged or not.
 
     Raises:
-      ValueError: A count or the tolerance is out of range, or all starts are zero.
+      ValueError: A count or the tolerance is out of range, all starts are zero, or
+        `start` is a number and `fresh` None.
     """
     starts = start if isinstance(start, list | int) else [start]
     num_starts = starts if isinstance(starts, int) else len(starts)
@@ -134,11 +95,14 @@ def eigenpairs(
     _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_starts)
     if not rounding >= 0:
         raise ValueError(f"rounding must be at least 0: got {rounding}.")
-    if isinstance(starts, int):
-        assert fresh is not None
-        vectors, num_fresh = map(fresh, range(starts)), starts
-    else:
+    if not isinstance(starts, int):
         vectors, num_fresh = iter(starts), 0
+    elif fresh is None:
+        raise ValueError(
+            f"start must be a vector or a list where fresh is None: got {start}."
+        )
+    else:
+        vectors, num_fresh = map(fresh, range(starts)), starts
     if state is None:
         space = _started(vectors, basis_on_host, dimension)
         state = EigenpairsState(space, [], num_fresh=num_fresh)
@@ -146,7 +110,7 @@ def eigenpairs(
     if fresh is None:
         fresh = lambda i: probes.random_like(i, like, "normal")
     total = trees.dimension(like) if dimension is None else dimension
-    wanted = _Wanted(num_largest, num_smallest, tolerance, rounding, total)
+    wanted = Wanted(num_largest, num_smallest, tolerance, rounding, total)
     search = _Search(matvec, wanted, state, fresh, max_basis, max_steps)
     while state.num_products < max_steps and search.step():
         _record(state, wanted)
@@ -162,7 +126,7 @@ class _Search:
     """A search in progress: each step takes one product."""
 
     matvec: trees.Matvec
-    wanted: _Wanted
+    wanted: Wanted
     state: EigenpairsState
     fresh: collections.abc.Callable[[int], PyTree]
     max_basis: int
@@ -299,7 +263,7 @@ def _started(vectors, basis_on_host, dimension) -> Krylov:
     space = Krylov(Basis(vector, basis_on_host))
     added = [space.add_start(vector)]
     del vector
-    added += [space.add_start(x) for x in itertools.islice(vectors, total - 1)]
+    added += [space.add_start(x) for x in itertools.islice(vectors, max(total - 1, 0))]
     if not any(added):
         raise ValueError("The start vector must not be zero.")
     return space
@@ -316,6 +280,8 @@ def smallest_basis(num_pairs: int, num_starts: int) -> int:
 
 
 def _check(num_largest, num_smallest, max_steps, tolerance, max_basis, num_starts):
+    if num_starts < 1:
+        raise ValueError(f"There must be at least one start vector: got {num_starts}.")
     if min(num_largest, num_smallest) < 0 or num_largest + num_smallest < 1:
         raise ValueError(
             "num_largest and num_smallest must not be negative, and not both zero: got "
@@ -346,11 +312,8 @@ def _record(state, wanted):
 def _finish(matvec, state, wanted):
     space, exhausted = state.space, state.space.exhausted
     values, coefficients, _ = ritz.pairs(space)
-    scale, level, settled = (
-        np.abs(values).max(),
-        wanted.level(space),
-        _settled(state, wanted),
-    )
+    scale, level = float(np.abs(values).max()), wanted.level(space)
+    settled = _settled(state, wanted)
     positions = wanted.positions(len(values))
     ends = [end for end, chosen in positions.items() for _ in chosen]
     chosen = [position for one in positions.values() for position in one]
@@ -362,7 +325,7 @@ def _finish(matvec, state, wanted):
         for number, (y, end) in enumerate(zip(vectors, ends, strict=True))
     ]
     thetas, residuals = np.array(pairs).reshape(-1, 2).T
-    allowed = wanted.tolerance * np.abs(thetas) + level * float(scale)
+    allowed = wanted.tolerance * np.abs(thetas) + level * scale
     gram = np.array(
         [[float(trees.inner(u, v)) for v in vectors] for u in vectors], np.float64
     )
@@ -374,7 +337,7 @@ def _finish(matvec, state, wanted):
         converged=tuple(map(bool, (residuals <= allowed) & settled)),
         allowed=allowed,
         settled=tuple(map(bool, settled)),
-        scale=float(scale),
+        scale=scale,
         tolerance=wanted.tolerance,
         rounding=level,
         orthogonality=float(np.abs(gram - np.eye(len(vectors))).max()),

@@ -2,7 +2,8 @@
 
 There arrays are in blocks of the C library, which keeps freed blocks below 32 MiB for
 later use, in pieces between those that are in use. Runs that replace many vectors at
-once, again and again, would grow by a third.
+once, again and again, grow: top eigenpairs of 22.7 M parameters from 5.3 to 6.4 GiB over
+four restarts.
 """
 
 import ctypes
