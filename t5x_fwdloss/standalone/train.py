@@ -10,6 +10,7 @@ the order of the batches depends on a seed alone, a step's dropout key on its nu
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
 from t5x_fwdloss.standalone import checkpoints, data, probing
 from t5x_fwdloss.standalone.model import StandaloneModel
+from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, Matrix
 
 RUN_FILE = "t5x_fwdloss/configs/standalone/train.gin"
 REQUIRED_MACROS = {
@@ -34,7 +36,13 @@ REQUIRED_MACROS = {
     "MODEL_DIR": "--gin.MODEL_DIR=\"'/my/model'\"",
 }
 # Arguments whose macros are not their names in capitals.
-MACROS = {"total_steps": "TRAIN_STEPS", "learning_rate": "LEARNING_RATE_FN"}
+MACROS = {
+    "total_steps": "TRAIN_STEPS",
+    "learning_rate": "LEARNING_RATE_FN",
+    "eigenvalue_products": "CURVATURE_EIGENVALUE_PRODUCTS",
+    "eigenvalue_matrices": "CURVATURE_EIGENVALUE_MATRICES",
+    "noise_pieces": "CURVATURE_NOISE_PIECES",
+}
 
 
 def train(
@@ -52,6 +60,10 @@ def train(
     train_split: settings.Words = "train",
     eval_split: settings.Words = "validation",
     curvature_period: settings.Positive | None = None,
+    eigenvalue_products: settings.Count = 0,
+    eigenvalue_matrices: Sequence[Matrix] = (HESSIAN,),
+    noise_pieces: settings.Several | None = None,
+    probe_mixture: settings.Words | None = None,
     learning_rate: probing.LearningRate | None = None,
     config_text: str = "",
 ) -> dict[str, float]:
@@ -73,6 +85,13 @@ def train(
         eval_split: split to validate on.
         curvature_period: steps from one probe of the curvature along an update to the
             next; None means no probes.
+        eigenvalue_products: Lanczos steps of a probe for the largest eigenvalue of each
+            matrix; 0 leaves it out.
+        eigenvalue_matrices: "hessian", "preconditioned_hessian" or both.
+        noise_pieces: equal pieces of a batch whose gradients a probe compares for the
+            gradient noise scale; None leaves it out.
+        probe_mixture: a task whose first batch of the training split is measured along
+            the same updates, without dropout.
         learning_rate: the optimizer's learning rate or schedule, for the sharpness.
         config_text: the gin configuration, written to `model_dir`.
 
@@ -85,7 +104,16 @@ def train(
     data.check_vocabulary(dataset, model.vocab_size)
     if curvature_period is not None:
         probing.check(model, optimizer, learning_rate)
+        _check_pieces(noise_pieces, dataset.batch_size)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
+    measured = probing.quantities(
+        model,
+        eigenvalue_products=eigenvalue_products,
+        eigenvalue_matrices=eigenvalue_matrices,
+        noise_pieces=noise_pieces,
+        mixture=probe_mixture or "",
+        batch=_probe_batch(dataset, train_split, probe_mixture, model.vocab_size),
+    )
     train_step, eval_step = compiled_steps(model, optimizer)
     folder = files.user_path(model_dir)
     with contextlib.ExitStack() as stack:
@@ -115,7 +143,7 @@ def train(
         writer = metric_writers.SummaryWriter(str(folder))
         stack.callback(writer.close)
         step_probes = probing.StepProbes(
-            model, learning_rate, curvature_period, writer.write_scalars
+            learning_rate, optimizer, curvature_period, writer.write_scalars, measured
         )
 
         def report(step, train_metrics):
@@ -131,7 +159,7 @@ def train(
             with step_probes.training():
                 params, state, metrics = train_step(params, state, *given)
                 loss = _finite_loss(metrics, step)
-                step_probes.after(step, params)
+                step_probes.after(step, params, state)
             seen.append(metrics)
             progress.update(note=f"loss {loss:.3f}")
             last = step == total_steps
@@ -164,6 +192,29 @@ def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformati
         return model.loss_fn(params, batch, None)[1]
 
     return train_step, eval_step
+
+
+def _check_pieces(noise_pieces, batch_size) -> None:
+    if noise_pieces is not None and batch_size % noise_pieces:
+        raise ValueError(
+            "CURVATURE_NOISE_PIECES must divide BATCH_SIZE: got "
+            f"{noise_pieces} pieces of {batch_size}."
+        )
+
+
+def _probe_batch(dataset, split, mixture, vocab_size):
+    """The first batch of another task, read like the training's."""
+    if mixture is None:
+        return None
+    other = dataclasses.replace(dataset, mixture_or_task_name=mixture)
+    try:
+        data.check_vocabulary(other, vocab_size)
+        return data.fixed_batches(other, split, 1)[0]
+    except ValueError as error:
+        raise ValueError(
+            "PROBE_MIXTURE must be a task whose first batch the model can read: "
+            f"{error}"
+        ) from error
 
 
 def mean(metrics: Sequence[dict]) -> dict[str, float]:

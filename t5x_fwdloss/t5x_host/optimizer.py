@@ -1,6 +1,7 @@
 """The preconditioner of the optimizer in a T5X checkpoint."""
 
 import copy
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from t5x import adafactor, optimizers, partitioning, utils
 
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
-from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.curvature.vectors import layout
 from t5x_fwdloss.t5x_host import checkpoint
 
 # A gradient whose square is far below the epsilon1 = 1e-30 of Adafactor.
@@ -69,24 +70,30 @@ def of_t5x(
     if isinstance(definition, adafactor.Adafactor):
         return _of_adafactor(definition, optimizer.state, params, learning_rate)
 
+    return optimizer_lib.of_update(
+        _update(definition), optimizer.state, params, learning_rate=learning_rate
+    )
+
+
+# Both are cached so that a training run, which asks again and again, compiles them once.
+@functools.lru_cache(maxsize=8)
+def _update(definition):
     def update(gradient, state, params):
         # An optax optimizer has its own learning rate; the others multiply by this.
         hyper_params = definition.update_hyper_params(learning_rate=1.0)
         new, state = definition.apply_gradient(hyper_params, params, state, gradient)
         return jax.tree.map(jnp.subtract, new, params), state
 
-    return optimizer_lib.of_update(
-        update, optimizer.state, params, learning_rate=learning_rate
-    )
+    return update
 
 
-def _of_adafactor(definition, state, params, learning_rate):
+@functools.lru_cache(maxsize=8)
+def _adafactor_step(definition, layouts):
     # With a momentum of zero, the momentum state is the step itself, which the
     # parameters would round away.
     plain = copy.copy(definition)
     plain.dtype_momentum = jnp.float32
     hyper_params = definition.hyper_params.replace(learning_rate=1.0, beta1=0.0)
-    layout = parameters.shardings(params)
 
     @jax.jit
     def step(params, state):
@@ -97,13 +104,16 @@ def _of_adafactor(definition, state, params, learning_rate):
         steps = jax.tree.unflatten(
             jax.tree.structure(params), [node.m / SMALL for node in states]
         )
-        if layout is None:
-            return steps
-        return jax.lax.with_sharding_constraint(steps, layout)
+        return layout.constrain(steps, layouts)
 
+    return step
+
+
+def _of_adafactor(definition, state, params, learning_rate):
+    layouts = tuple(map(layout.sharding_of, jax.tree.leaves(params)))
     momentum = definition.hyper_params.beta1 or 0.0
     return optimizer_lib.Preconditioner(
-        step(params, state),
+        _adafactor_step(definition, layouts)(params, state),
         "Adafactor",
         learning_rate,
         threshold=(2 + 2 * momentum) / (1 - momentum),

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, PyTree
 from t5x_fwdloss import curvature
 from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.training.line_search import line_search
+from t5x_fwdloss.training.quantity import Compile, ProbedStep
 
 Loss = Callable[..., Float[Array, ""]]
 
@@ -53,10 +54,6 @@ class AlongUpdate:
     loss_after: Any
     critical_multiple: Any
     forward_passes: Any
-
-
-# What must be finite in a probe.
-ALWAYS = ("loss", "slope", "curvature", "loss_after")
 
 
 def along_update(loss: Loss) -> Callable[..., AlongUpdate]:
@@ -87,17 +84,53 @@ def along_update(loss: Loss) -> Callable[..., AlongUpdate]:
     return measure
 
 
+class Along:
+    """A probe's numbers along the update: of the step's own batch, or of another one."""
+
+    def __init__(self, loss: Loss, other: tuple[str, Any, Any] | None = None):
+        """Nothing is compiled yet.
+
+        Args:
+            loss: `(params, batch, key)` to the training loss; it needs forward mode.
+            other: the prefix of the names, a batch and its key, to be measured in place
+                of the step's own.
+        """
+        self._loss, self._other = loss, other
+        self._measure: Any = None
+
+    def prepare(self, compiled: Compile) -> None:
+        """Compiles the measurement."""
+        measure, kinds = along_update(self._loss), ("batch", "key")
+        if self._other is not None:
+            _, batch, key = self._other
+            measure = lambda old, new, batch: along_update(self._loss)(
+                old, new, batch, key
+            )
+            kinds = (batch,)
+        self._measure = compiled(measure, "params", "params", *kinds)
+
+    def measure(self, step: ProbedStep) -> dict[str, float]:
+        """The numbers of `scalars`."""
+        prefix, given = "", (step.batch, step.key)
+        if self._other is not None:
+            prefix, *given = self._other[:2]
+        found = jax.device_get(self._measure(step.old, step.new, *given))
+        numbers = scalars(found, step.learning_rate)
+        return {f"{prefix}{name}": x for name, x in numbers.items()}
+
+
 def scalars(found: AlongUpdate, learning_rate: float | None) -> dict[str, float]:
     """The numbers of a probe by name, those alone that are defined.
 
     Args:
-        found: finite numbers.
+        found: what was measured.
         learning_rate: the step's learning rate; None if the host does not know it.
 
     Returns:
-        The multiples are left out where the quadratic model has no minimum ahead, the
-        sharpness where the slope is zero or there is no learning rate, the critical
-        numbers where the search found no crossing.
+        The losses, slope and curvature in any case. The multiples are left out where the
+        quadratic model has no minimum ahead, the sharpness where the slope is zero or
+        there is no learning rate, the critical numbers where the search found no
+        crossing.
     """
     slope, second = float(found.slope), float(found.curvature)
     numbers = {
@@ -106,28 +139,20 @@ def scalars(found: AlongUpdate, learning_rate: float | None) -> dict[str, float]
         "curvature": second,
         "predicted_change": slope + second / 2,
         "actual_change": float(found.loss_after) - float(found.loss),
-        "critical_multiple": float(found.critical_multiple),
         "forward_passes": float(found.forward_passes),
     }
+    defined = {"critical_multiple": float(found.critical_multiple)}
     if slope < 0 < second:
-        numbers["multiple_of_least_loss"] = -slope / second
-        numbers["multiple_of_return"] = -2 * slope / second
+        defined["multiple_of_least_loss"] = -slope / second
+        defined["multiple_of_return"] = -2 * slope / second
     if slope and learning_rate:
-        numbers["directional_sharpness"] = -second / (learning_rate * slope)
-        numbers["critical_sharpness"] = 2 / (
-            learning_rate * numbers["critical_multiple"]
+        defined["directional_sharpness"] = -second / (learning_rate * slope)
+        defined["critical_sharpness"] = 2 / (
+            learning_rate * defined["critical_multiple"]
         )
-    return {name: x for name, x in numbers.items() if math.isfinite(x)}
+    return numbers | {name: x for name, x in defined.items() if math.isfinite(x)}
 
 
-def not_finite(found: AlongUpdate) -> list[str]:
-    """The names and values of what is NaN or infinite and must not be."""
-    values = {name: float(getattr(found, name)) for name in ALWAYS}
-    return [
-        f"{name} {value}" for name, value in values.items() if not math.isfinite(value)
-    ]
-
-
-def copied(tree: PyTree) -> PyTree:
-    """A copy of a tree's arrays, in memory of their own; to be compiled."""
-    return jax.tree.map(jnp.copy, tree)
+def copied(*trees: PyTree) -> tuple[PyTree, ...]:
+    """Copies of the arrays, in memory of their own; to be compiled."""
+    return jax.tree.map(jnp.copy, trees)

@@ -1,15 +1,15 @@
 """Probes of a training run: at which steps, how they are reported, and what they cost."""
 
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 from absl import logging
 
 from t5x_fwdloss import losses
-from t5x_fwdloss.training import along_update
+from t5x_fwdloss.training.quantity import Compile, ProbedStep, Quantity
 
 Write = Callable[[int, Mapping[str, float]], None]
 PREFIX = "curvature"
@@ -21,6 +21,9 @@ SAID = (
     "actual_change",
     "multiple_of_return",
     "critical_multiple",
+    "largest_eigenvalue_of_hessian",
+    "largest_eigenvalue_of_preconditioned_hessian",
+    "noise_scale_in_sequences",
     "probe_seconds",
 )
 
@@ -37,6 +40,7 @@ class Probes:
         self,
         period: int | None,
         write: Write,
+        quantities: Sequence[Quantity],
         clock: Callable[[], float] = time.monotonic,
     ):
         """Nothing is measured yet.
@@ -45,9 +49,11 @@ class Probes:
             period: steps 'period', 2 'period', ... are probed, counted from the first
                 step of the model, not of this run; None for no probes.
             write: takes a step and its numbers by tag.
+            quantities: what a probe measures.
             clock: returns the time in seconds.
         """
         self._period, self._write, self._clock = period, write, clock
+        self._quantities = quantities
         self._trained = 0.0  # seconds of training since the last probe
         self._resumed = clock()
 
@@ -64,24 +70,21 @@ class Probes:
         finally:
             self._trained += self._clock() - self._resumed
 
-    def run(
-        self,
-        step: int,
-        measure: Callable[..., along_update.AlongUpdate],
-        arguments: tuple[Any, ...],
-        learning_rate: float | None,
-    ) -> None:
+    def prepare(self, compiled: Compile) -> None:
+        """Compiles what the probes call, before the time of the first one begins."""
+        for quantity in self._quantities:
+            quantity.prepare(compiled)
+
+    def run(self, number: int, step: ProbedStep) -> None:
         """Measures, and writes what is finite; never raises because of a number.
 
         Args:
-            step: number of steps done, the probed one included.
-            measure: the compiled function of `along_update`.
-            arguments: its arguments.
-            learning_rate: of the probed step; None if unknown.
+            number: of steps done, the probed one included.
+            step: the probed step.
         """
-        jax.block_until_ready(arguments)
+        jax.block_until_ready((step.old, step.new, step.batch, step.key))
         start = self._clock()
-        found = jax.device_get(measure(*arguments))
+        found = [quantity.measure(step) for quantity in self._quantities]
         end = self._clock()
         elapsed = self._trained + end - self._resumed
         self._trained, self._resumed = 0.0, end
@@ -89,18 +92,24 @@ class Probes:
             "probe_seconds": end - start,
             "share_of_time": (end - start) / elapsed,
         }
-        broken = along_update.not_finite(found)
+        broken = [
+            f"{name} {x}"
+            for of_quantity in found
+            for name, x in of_quantity.items()
+            if not math.isfinite(x)
+        ]
+        for of_quantity in found:
+            if all(map(math.isfinite, of_quantity.values())):
+                numbers |= of_quantity
         if broken:
             logging.error(
-                "The curvature probe of step %d must give finite numbers: got %s; they "
-                "are not written, and training goes on.",
-                step,
+                "The curvature probe of step %d must give finite numbers: got %s; what "
+                "was measured with them is not written, and training goes on.",
+                number,
                 ", ".join(broken),
             )
-        else:
-            numbers |= along_update.scalars(found, learning_rate)
-            logging.info("Curvature at step %d: %s.", step, _words(numbers))
-        self._write(step, {f"{PREFIX}/{name}": x for name, x in numbers.items()})
+        logging.info("Curvature at step %d: %s.", number, _words(numbers))
+        self._write(number, {f"{PREFIX}/{name}": x for name, x in numbers.items()})
 
 
 def check_forward_mode(chosen: losses.LossSettings) -> None:

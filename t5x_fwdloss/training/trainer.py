@@ -5,9 +5,10 @@ step trains, untouched: on probed steps it is called between a copy of the old
 parameters and a probe. So training's numbers stay the trainer's, bit for bit.
 """
 
+import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,10 +24,15 @@ from t5x import partitioning, utils
 from t5x import trainer as t5x_trainer
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.objective import forward_mode
+from t5x_fwdloss.analysis.objective import forward_mode, normalization
 from t5x_fwdloss.curvature.products import derivatives
+from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.t5x_host import dataset, optimizer
 from t5x_fwdloss.training import along_update
+from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, LargestEigenvalues, Matrix
+from t5x_fwdloss.training.noise_scale import NoiseScale
 from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
+from t5x_fwdloss.training.quantity import ProbedStep
 
 Constructor = Callable[..., Any]  # of a t5x.trainer.BaseTrainer
 # T5X's names of a step's learning rate among its metrics.
@@ -35,10 +41,26 @@ REMEDY = (
     "add --gin_file=t5x_fwdloss/configs/losses/custom_jvp.gin (or chunked.gin, or "
     "autodiff.gin)"
 )
+# Arguments by gin's macros.
+MACROS = {
+    "period": "CURVATURE_PERIOD",
+    "eigenvalue_products": "CURVATURE_EIGENVALUE_PRODUCTS",
+    "eigenvalue_matrices": "CURVATURE_EIGENVALUE_MATRICES",
+    "noise_scale": "CURVATURE_NOISE_SCALE",
+}
 _STOCK_LOSS = models.t5x_models.BaseTransformerModel.loss_fn
 
 
-def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
+def with_curvature(
+    trainer_cls: Constructor,
+    period: settings.Positive = 100,
+    *,
+    eigenvalue_products: settings.Count = 0,
+    eigenvalue_matrices: Sequence[Matrix] = (HESSIAN,),
+    noise_scale: bool = False,
+    probe_mixture: settings.Words | None = None,
+    probe_dataset: Callable[..., utils.DatasetConfig] = utils.DatasetConfig,
+) -> Constructor:
     """The constructor of the same trainer, with a probe every `period` steps.
 
     A probe measures `along_update.AlongUpdate` around one real step: on the step's own
@@ -50,15 +72,24 @@ def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
         trainer_cls: T5X's `Trainer`, another subclass of `BaseTrainer`, or a function
             with the same keywords that returns one.
         period: steps from one probe to the next.
+        eigenvalue_products: Lanczos steps for the largest eigenvalue of each matrix; 0
+            leaves it out.
+        eigenvalue_matrices: "hessian", "preconditioned_hessian" or both.
+        noise_scale: whether to measure the gradient noise scale, from the microbatches,
+            or else from the shards of the data; it takes one reverse pass over the batch.
+        probe_mixture: a task or mixture whose first batch is measured along the same
+            updates, without dropout, under its own name; None for none.
+        probe_dataset: called with its `mixture_or_task_name`, gives its configuration.
 
-    A period that is not a whole number of at least 1 raises `ValueError`. So does the
-    call of the result, if the model's loss has no forward mode or if the train state has
-    variables besides the parameters.
+    An invalid setting raises `ValueError`. So does the call of the result, if the model's
+    loss has no forward mode, if the train state has variables besides the parameters, if
+    the batch has neither microbatches nor shards for the noise scale, or if the model
+    cannot read the probe's data.
 
     Raises:
         TypeError: `trainer_cls` is not, or does not make, a T5X trainer.
     """
-    settings.check("CURVATURE_PERIOD", period, settings.Positive)
+    settings.check_arguments(with_curvature, locals(), macros=MACROS)
     if not callable(trainer_cls) or (
         inspect.isclass(trainer_cls)
         and not issubclass(trainer_cls, t5x_trainer.BaseTrainer)
@@ -71,7 +102,20 @@ def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
             raise TypeError(_no_trainer("what trainer_cls returns", trainer))
         _check_model(trainer._model)
         _check_state(trainer.train_state)
-        probed = _ProbedTraining(trainer, period)
+        loss = functools.partial(step_loss, trainer)
+        quantities = [along_update.Along(loss)]
+        if probe_mixture is not None:
+            config = probe_dataset(mixture_or_task_name=probe_mixture)
+            quantities.append(_along_other(trainer, config))
+        if eigenvalue_products:
+            quantities.append(
+                LargestEigenvalues(loss, eigenvalue_matrices, eigenvalue_products)
+            )
+        if noise_scale:
+            pieces = _num_pieces(trainer)
+            of_piece = functools.partial(piece_loss, trainer)
+            quantities.append(NoiseScale(of_piece, pieces))
+        probed = _ProbedTraining(trainer, period, quantities)
         trainer.train, trainer.compile_train = probed.train, probed.compile_train
         return trainer
 
@@ -81,40 +125,51 @@ def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
 class _ProbedTraining:
     """The two methods of a trainer that `t5x.train` calls, with probes."""
 
-    def __init__(self, trainer, period):
+    def __init__(self, trainer, period, quantities):
         self._trainer = trainer
         self._train, self._compile_train = trainer.train, trainer.compile_train
-        self._probes = Probes(period, self._write)
-        partition = trainer._partitioner.partition
-        params = trainer._train_state_axes.params
-        batch = trainer._partitioner.data_partition_spec
-        loss = lambda params, batch, step: step_loss(trainer, params, batch, step)
-        self._copy: Any = partition(
-            along_update.copied,
-            in_axis_resources=((params, None),),
-            out_axis_resources=(params, None),
-        )
-        measure = along_update.along_update(loss)
-        self._measure: Any = partition(
-            lambda kept, new, batch: measure(kept[0], new, batch, kept[1]),
-            in_axis_resources=((params, None), params, batch),
-            out_axis_resources=None,
-        )
-        self._loss = loss
+        self._probes = Probes(period, self._write, quantities)
+        self._copy: Any = None
         self._done = 0
 
     def compile_train(self, batch):
         """T5X's `compile_train`, then the same for the probe."""
         self._compile_train(batch)
+        self._prepare(batch)
+
+    def _prepare(self, batch):
         state = self._trainer.train_state
-        _check_traced(self._trainer._model, self._loss, state.params, batch, state.step)
+        loss = functools.partial(step_loss, self._trainer)
+        _check_traced(self._trainer._model, loss, state.params, batch, state.step)
         start = time.monotonic()
-        compiled = self._trainer._partitioner.compile
-        kept = (state.params, state.step)
-        self._copy = compiled(self._copy, kept)
-        self._measure = compiled(self._measure, kept, state.params, batch)
+        self._probes.prepare(functools.partial(self._compiled, batch))
+        self._copy = self._compiled(
+            batch, along_update.copied, "params", "key", result=("params", "key")
+        )
         seconds = time.monotonic() - start
         self._write(int(state.step), {f"{PREFIX}/compilation_seconds": seconds})
+
+    def _compiled(self, batch, function, *kinds, result="scalars"):
+        """A `quantity.Compile` for batches like this one."""
+        partitioner, state = self._trainer._partitioner, self._trainer.train_state
+        params = self._trainer._train_state_axes.params
+        of_batch = partitioner.data_partition_spec
+        known = {
+            "params": (state.params, params),
+            "vector": (jax.eval_shape(trees.as_vector, state.params), params),
+            "batch": (batch, of_batch),
+            "key": (state.step, None),
+            "scalars": (None, None),
+        }
+        of = lambda kind: known[kind] if isinstance(kind, str) else (kind, of_batch)
+        results = (result,) if isinstance(result, str) else result
+        specs = tuple(of(kind)[1] for kind in results)
+        partitioned = partitioner.partition(
+            function,
+            in_axis_resources=tuple(of(kind)[1] for kind in kinds),
+            out_axis_resources=specs[0] if isinstance(result, str) else specs,
+        )
+        return partitioner.compile(partitioned, *(of(kind)[0] for kind in kinds))
 
     def train(self, batch_iter, num_steps, start_step=None):
         """T5X's `train`; its loop reads the compiled step once, at its beginning."""
@@ -144,10 +199,17 @@ class _ProbedTraining:
         self._done += 1
         if not self._probes.is_due(self._done):
             return run(state, batch)
-        kept = self._copy((state.params, state.step))  # the step donates its state
+        if self._copy is None:  # `compile_train` is not required
+            self._prepare(batch)
+        # The step donates its state.
+        old, step = self._copy(state.params, state.step)
         new, metrics = run(state, batch)
         rate = _learning_rate(metrics)
-        self._probes.run(self._done, self._measure, (kept, new.params, batch), rate)
+        preconditioner = lambda: optimizer.of_t5x(new._optimizer, rate)
+        self._probes.run(
+            self._done,
+            ProbedStep(old, new.params, batch, step, rate, preconditioner),
+        )
         return new, metrics
 
     def _write(self, step, numbers):
@@ -166,21 +228,89 @@ def step_loss(trainer: Any, params: Any, batch: Any, step: Any) -> Any:
         batch: the step's batch.
         step: the number of the step, before it is done.
     """
-    model, key = trainer._model, trainer._get_step_rng(step)
-    count = getattr(trainer, "_num_microbatches", None)
-    if count is None or count <= 1:
-        return model.loss_fn(params, batch, key)[0]
-    size = next(iter(batch.values())).shape[0] // count
-    spec = trainer._partitioner.data_partition_spec
-    own = jax.random.split(key)[1]  # every microbatch has this key, in T5X
+    count = _num_microbatches(trainer)
+    if count == 1:
+        return trainer._model.loss_fn(params, batch, trainer._get_step_rng(step))[0]
 
     def add(number, total):
-        cut = lambda x: partitioning.with_sharding_constraint(
-            jax.lax.dynamic_slice_in_dim(x, number * size, size), spec
-        )
-        return total + model.loss_fn(params, jax.tree.map(cut, batch), own)[0]
+        return total + piece_loss(trainer, params, batch, step, number, count)
 
     return jax.lax.fori_loop(0, count, add, jnp.zeros(()))
+
+
+def piece_loss(
+    trainer: Any, params: Any, batch: Any, step: Any, number: Any, num_pieces: int
+) -> Any:
+    """The part of the step's loss that one piece of the batch has.
+
+    A microbatch, if there are as many pieces as microbatches. A loss that is an average
+    over tokens or sequences is then one over each microbatch, in T5X; where the step has
+    no microbatches, it is divided by the number of pieces.
+
+    Args:
+        trainer: as in `step_loss`.
+        params: the parameters.
+        batch: the step's batch.
+        step: the number of the step, before it is done.
+        number: of the piece.
+        num_pieces: they are equal, and a divisor of the batch.
+    """
+    model, spec = trainer._model, trainer._partitioner.data_partition_spec
+    size = next(iter(batch.values())).shape[0] // num_pieces
+    # Every microbatch has this key, in T5X.
+    key = jax.random.split(trainer._get_step_rng(step))[1]
+    cut = lambda x: partitioning.with_sharding_constraint(
+        jax.lax.dynamic_slice_in_dim(x, number * size, size), spec
+    )
+    loss = model.loss_fn(params, jax.tree.map(cut, batch), key)[0]
+    factor = getattr(model, "_loss_normalizing_factor", None)
+    if normalization.is_mean(factor) and _num_microbatches(trainer) == 1:
+        return loss / num_pieces
+    return loss
+
+
+def _num_microbatches(trainer) -> int:
+    return max(getattr(trainer, "_num_microbatches", None) or 1, 1)
+
+
+def _num_pieces(trainer) -> int:
+    """The microbatches, or else the shards of the data.
+
+    Raises:
+        ValueError: there is one of each.
+    """
+    shards = trainer._partitioner.data_mesh_size
+    found = _num_microbatches(trainer)
+    found = shards if found == 1 else found
+    if found == 1:
+        raise ValueError(
+            "CURVATURE_NOISE_SCALE compares gradients of pieces of a batch and needs at "
+            "least two microbatches or two shards of the data: got 1 of each; set "
+            "trainer.Trainer.num_microbatches."
+        )
+    return found
+
+
+def _along_other(trainer, config) -> along_update.Along:
+    """The measurement on the first batch of other data, along the same updates.
+
+    Raises:
+        ValueError: the data do not exist, or the model cannot read them.
+    """
+    model = trainer._model
+    try:
+        dataset.check_config(config)
+        (batch,) = dataset.load_batches(
+            config, 1, trainer._partitioner, model.FEATURE_CONVERTER_CLS
+        )
+    except ValueError as error:
+        raise ValueError(
+            "PROBE_MIXTURE must be a task or mixture whose first batch the model can "
+            f"read: {error}"
+        ) from error
+    loss = lambda params, batch, key: model.loss_fn(params, batch, key)[0]
+    name = dataset.task_name(config)
+    return along_update.Along(loss, (f"{name}/", batch, None))
 
 
 def _learning_rate(metrics) -> float | None:

@@ -1,7 +1,5 @@
 """The numbers of a probe: closed forms of a quadratic, and dense float64 on a tiny model."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,10 +90,3 @@ def test_slope_and_curvature_are_those_of_the_dense_hessian():
     close(found.slope, jax.grad(dense)(flat) @ update)
     close(found.curvature, update @ jax.hessian(dense)(flat) @ update)
     close(found.loss_after, dense(flat + update))
-
-
-def test_what_is_not_finite_is_named():
-    found = along_update.AlongUpdate(1.0, math.nan, 2.0, math.inf, math.nan, 5)
-    assert along_update.not_finite(found) == ["slope nan", "loss_after inf"]
-    found = along_update.AlongUpdate(1.0, 2.0, 3.0, 4.0, math.nan, 10)
-    assert along_update.not_finite(found) == []

@@ -5,10 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from t5x_fwdloss.training.along_update import AlongUpdate
+from t5x_fwdloss.training.along_update import AlongUpdate, scalars
 from t5x_fwdloss.training.probes import Probes
+from t5x_fwdloss.training.quantity import ProbedStep
 
 FINITE = AlongUpdate(*map(np.float32, (5.0, -2.0, 1.0, 3.25, 8.0, 7)))
+
+
+def step(learning_rate):
+    return ProbedStep((), (), (), (), learning_rate, lambda: None)
 
 
 class Clock:
@@ -33,9 +38,27 @@ def written():
     return {}
 
 
+class Given:
+    """A quantity that returns what the test says."""
+
+    found = FINITE
+
+    def prepare(self, compiled):
+        """Compiles nothing."""
+
+    def measure(self, step):
+        found = self.found() if callable(self.found) else self.found
+        return scalars(found, step.learning_rate)
+
+
 @pytest.fixture
-def probes(clock, written):
-    return Probes(3, written.__setitem__, clock)
+def quantity():
+    return Given()
+
+
+@pytest.fixture
+def probes(clock, written, quantity):
+    return Probes(3, written.__setitem__, [quantity], clock)
 
 
 def test_every_third_step_is_due(probes):
@@ -45,7 +68,7 @@ def test_every_third_step_is_due(probes):
 def test_numbers_go_out_with_their_tags_at_their_step(probes, clock, written):
     with probes.training():
         clock.passes(1)
-        probes.run(6, lambda: FINITE, (), 0.5)
+        probes.run(6, step(0.5))
     assert written[6] == {
         "curvature/loss": 5.0,
         "curvature/slope": -2.0,
@@ -64,20 +87,20 @@ def test_numbers_go_out_with_their_tags_at_their_step(probes, clock, written):
 
 
 def test_the_cost_is_a_share_of_training_time_without_what_lies_between(
-    probes, clock, written
+    probes, clock, written, quantity
 ):
-    def measure(seconds):
-        clock.passes(seconds)
-        return FINITE
+    def measured(number, seconds):
+        quantity.found = lambda: clock.passes(seconds) or FINITE
+        probes.run(number, step(None))
 
     with probes.training():
         clock.passes(6)
-        probes.run(3, lambda: measure(2), (), None)
+        measured(3, 2)
         clock.passes(5)
     clock.passes(1000)  # an evaluation
     with probes.training():
         clock.passes(4)
-        probes.run(6, lambda: measure(1), (), None)
+        measured(6, 1)
     costs = [
         (
             written[step]["curvature/probe_seconds"],
@@ -90,15 +113,21 @@ def test_the_cost_is_a_share_of_training_time_without_what_lies_between(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_logged_and_named_and_not_written(
-    probes, clock, written, caplog, value
+    clock, written, caplog, value
 ):
+    broken, whole = Given(), Given()
+    broken.found = AlongUpdate(5.0, -2.0, value, 3.0, 1.0, 5)
+    whole.measure = lambda step: {"other": 7.0}
+    probes = Probes(3, written.__setitem__, [broken, whole], clock)
     with probes.training():
         clock.passes(1)
-        probes.run(3, lambda: AlongUpdate(5.0, -2.0, value, 3.0, 1.0, 5), (), 0.1)
-    assert set(written[3]) == {"curvature/probe_seconds", "curvature/share_of_time"}
-    (record,) = caplog.records
-    assert record.levelname == "ERROR"
+        probes.run(3, step(0.1))
+    assert set(written[3]) == {
+        f"curvature/{name}" for name in ("probe_seconds", "share_of_time", "other")
+    }
+    (record,) = [x for x in caplog.records if x.levelname == "ERROR"]
     assert record.getMessage() == (
-        f"The curvature probe of step 3 must give finite numbers: got curvature {value};"
-        " they are not written, and training goes on."
+        f"The curvature probe of step 3 must give finite numbers: got curvature {value}, "
+        f"predicted_change {value}; what was measured with them is not written, and "
+        "training goes on."
     )

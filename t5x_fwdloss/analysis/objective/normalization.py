@@ -63,6 +63,15 @@ class Normalizer:
         return WORDS[self.kind].format(W=self.total)
 
 
+def is_mean(factor: Any) -> bool:
+    """Whether a batch's loss is a mean over it, and not a sum over a constant.
+
+    Args:
+        factor: as in `total_normalizer`.
+    """
+    return isinstance(getattr(factor, "name", factor), str)
+
+
 def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Normalizer:
     """The normalizer of all batches under T5X's `loss_normalizing_factor`.
 
@@ -70,11 +79,11 @@ def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Norma
         factor: None, a number, or a special factor by name or by T5X's enum.
         batches: the model's features, batch by batch.
     """
-    name = getattr(factor, "name", factor)
     if factor is None:
         return Normalizer("sum", 1.0)
-    if not isinstance(name, str):
+    if not is_mean(factor):
         return Normalizer("constant", _positive(float(factor), "the constant"))
+    name = getattr(factor, "name", factor)
     kind = KINDS.get(name.upper(), name)
     # In float64 on the host: the sum of many float32 counts would round.
     total = sum(float(_normalizer(dict(batch), factor)) for batch in batches)

@@ -21,6 +21,7 @@ References:
 
 import collections.abc
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -90,15 +91,8 @@ def small_gradient_response(update: Update, state: Any, params: PyTree) -> Respo
     """
     leaves = jax.tree.leaves(trees.float_part(params))
     layouts = tuple(map(layout.sharding_of, leaves))
-
-    @jax.jit
-    def differentiated(state, params):
-        diagonal, sums = _differentiated(update, state, params)
-        sums = {k: layout.replicate(x, layouts) for k, x in sums.items()}
-        return layout.constrain(diagonal, layouts), sums
-
     with jax.enable_x64(True):
-        diagonal, sums = differentiated(state, params)
+        diagonal, sums = _compiled(update, layouts)(state, params)
         found = {name: float(x) for name, x in jax.device_get(sums).items()}
     if not math.isfinite(found["square"]) or found["square"] == 0.0:
         zero = ", as with a learning rate of zero" * (found["square"] == 0.0)
@@ -113,6 +107,18 @@ def small_gradient_response(update: Update, state: Any, params: PyTree) -> Respo
         found["momentum"] if same else math.nan,
         found["follow_up"] if same else math.nan,
     )
+
+
+# Compiled once for an optimizer whose state changes.
+@functools.lru_cache(maxsize=8)
+def _compiled(update, layouts):
+    @jax.jit
+    def differentiated(state, params):
+        diagonal, sums = _differentiated(update, state, params)
+        sums = {k: layout.replicate(x, layouts) for k, x in sums.items()}
+        return layout.constrain(diagonal, layouts), sums
+
+    return differentiated
 
 
 def _differentiated(update, state, params):
