@@ -203,7 +203,11 @@ def _check_pieces(noise_pieces, batch_size) -> None:
 
 
 def _probe_batch(dataset, split, mixture, vocab_size):
-    """The first batch of another task, read like the training's."""
+    """The first batch of another task, read like the training's; None without a name.
+
+    Raises:
+        ValueError: the task does not exist, or does not fit the model or its lengths.
+    """
     if mixture is None:
         return None
     other = dataclasses.replace(dataset, mixture_or_task_name=mixture)

@@ -32,7 +32,7 @@ from t5x_fwdloss.training import along_update
 from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, LargestEigenvalues, Matrix
 from t5x_fwdloss.training.noise_scale import NoiseScale
 from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
-from t5x_fwdloss.training.quantity import ProbedStep
+from t5x_fwdloss.training.quantity import ProbedStep, Quantity
 
 Constructor = Callable[..., Any]  # of a t5x.trainer.BaseTrainer
 # T5X's names of a step's learning rate among its metrics.
@@ -103,7 +103,7 @@ def with_curvature(
         _check_model(trainer._model)
         _check_state(trainer.train_state)
         loss = functools.partial(step_loss, trainer)
-        quantities = [along_update.Along(loss)]
+        quantities: list[Quantity] = [along_update.Along(loss)]
         if probe_mixture is not None:
             config = probe_dataset(mixture_or_task_name=probe_mixture)
             quantities.append(_along_other(trainer, config))
@@ -129,7 +129,7 @@ class _ProbedTraining:
         self._trainer = trainer
         self._train, self._compile_train = trainer.train, trainer.compile_train
         self._probes = Probes(period, self._write, quantities)
-        self._copy: Any = None
+        self._copy: Callable[..., Any] | None = None
         self._done = 0
 
     def compile_train(self, batch):
@@ -144,7 +144,7 @@ class _ProbedTraining:
         start = time.monotonic()
         self._probes.prepare(functools.partial(self._compiled, batch))
         self._copy = self._compiled(
-            batch, along_update.copied, "params", "key", result=("params", "key")
+            batch, along_update.copied, "params", "key", result="kept"
         )
         seconds = time.monotonic() - start
         self._write(int(state.step), {f"{PREFIX}/compilation_seconds": seconds})
@@ -160,14 +160,13 @@ class _ProbedTraining:
             "batch": (batch, of_batch),
             "key": (state.step, None),
             "scalars": (None, None),
+            "kept": (None, (params, None)),
         }
         of = lambda kind: known[kind] if isinstance(kind, str) else (kind, of_batch)
-        results = (result,) if isinstance(result, str) else result
-        specs = tuple(of(kind)[1] for kind in results)
         partitioned = partitioner.partition(
             function,
             in_axis_resources=tuple(of(kind)[1] for kind in kinds),
-            out_axis_resources=specs[0] if isinstance(result, str) else specs,
+            out_axis_resources=of(result)[1],
         )
         return partitioner.compile(partitioned, *(of(kind)[0] for kind in kinds))
 
@@ -201,6 +200,7 @@ class _ProbedTraining:
             return run(state, batch)
         if self._copy is None:  # `compile_train` is not required
             self._prepare(batch)
+        assert self._copy is not None
         # The step donates its state.
         old, step = self._copy(state.params, state.step)
         new, metrics = run(state, batch)

@@ -16,6 +16,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS, PERIOD, RATE, BATCH = 6, 3, 0.05, 8
+PRODUCTS = 30
+TASK, LENGTHS = "training_probe", {"inputs": 6, "targets": 6}
 
 
 def model(impl="custom_jvp", cls=None):
@@ -93,21 +95,73 @@ def trainer(folder, constructor, of_model=None, microbatches=2):
     )
 
 
-def probed(constructor=None, period=PERIOD):
+def probed(constructor=None, period=PERIOD, **more):
     from t5x import trainer as t5x_trainer
 
     from t5x_fwdloss.training.trainer import with_curvature
 
-    return with_curvature(constructor or t5x_trainer.Trainer, period)
+    return with_curvature(constructor or t5x_trainer.Trainer, period, **more)
+
+
+def probed_in_all(period=PERIOD):
+    """With everything that a probe can measure."""
+    register()
+    return probed(
+        period=period,
+        eigenvalue_products=PRODUCTS,
+        eigenvalue_matrices=("hessian", "preconditioned_hessian"),
+        noise_scale=True,
+        probe_mixture=TASK,
+        probe_dataset=dataset,
+    )
+
+
+def register():
+    """A task of random tokens of the network's vocabulary."""
+    import seqio
+
+    if TASK in seqio.TaskRegistry.names():
+        return
+
+    def examples(split, shuffle_files=False, seed=None):
+        del split, shuffle_files, seed
+        draw = np.random.default_rng(10)
+        tokens = draw.integers(2, 32, size=(16, 2, 5)).astype(np.int32)
+        return tf.data.Dataset.from_tensor_slices(
+            {"inputs": tokens[:, 0], "targets": tokens[:, 1]}
+        )
+
+    vocabulary = seqio.PassThroughVocabulary(32, eos_id=1)
+    seqio.TaskRegistry.add(
+        TASK,
+        source=seqio.FunctionDataSource(examples, splits=["train"]),
+        preprocessors=[seqio.preprocessors.append_eos],
+        output_features={
+            name: seqio.Feature(vocabulary, dtype=tf.int32) for name in LENGTHS
+        },
+    )
+
+
+def dataset(mixture_or_task_name, lengths=LENGTHS):
+    from t5x import utils
+
+    return utils.DatasetConfig(
+        mixture_or_task_name=mixture_or_task_name,
+        task_feature_lengths=lengths,
+        split="train",
+        batch_size=BATCH,
+        shuffle=False,
+        seed=0,
+    )
 
 
 def trained(found):
-    """The trainer's parameters after each step; it is closed."""
+    """The trainer's state after each step; it is closed."""
     found.compile_train(next(batches()))
-    data, after = batches(), [jax.device_get(found.train_state.params)]
+    data, after = batches(), [jax.device_get(found.train_state)]
     for step in range(STEPS):
         found.train(data, 1, start_step=step)
-        after.append(jax.device_get(found.train_state.params))
+        after.append(jax.device_get(found.train_state))
     found.close()
     return after
 
@@ -128,9 +182,9 @@ def main(folder):
     from t5x import trainer as t5x_trainer
 
     stock = trained(trainer(folder / "stock", t5x_trainer.Trainer))
-    ours = trained(trainer(folder / "probed", probed()))
+    ours = trained(trainer(folder / "probed", probed_in_all()))
     same = jax.tree.map(np.array_equal, stock, ours)
-    moved = jax.tree.map(np.array_equal, stock[0], stock[-1])
+    moved = jax.tree.map(np.array_equal, stock[0].params, stock[-1].params)
     report = {
         "devices": jax.device_count(),
         "same": all(jax.tree.leaves(same)),

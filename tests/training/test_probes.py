@@ -117,7 +117,7 @@ def test_what_is_not_finite_is_logged_and_named_and_not_written(
 ):
     broken, whole = Given(), Given()
     broken.found = AlongUpdate(5.0, -2.0, value, 3.0, 1.0, 5)
-    whole.measure = lambda step: {"other": 7.0}
+    whole.measure = lambda _: {"other": 7.0}
     probes = Probes(3, written.__setitem__, [broken, whole], clock)
     with probes.training():
         clock.passes(1)

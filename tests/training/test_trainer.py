@@ -21,12 +21,14 @@ CRITICAL = ("multiple", "sharpness")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Parameters after each step without and with probes, and the folder of the events."""
+    """The state after each step without and with probes, and the folder of the events."""
     from t5x import trainer as t5x_trainer
 
     folder = tmp_path_factory.mktemp("runs")
     stock = training.trained(training.trainer(folder / "stock", t5x_trainer.Trainer))
-    ours = training.trained(training.trainer(folder / "probed", training.probed()))
+    ours = training.trained(
+        training.trainer(folder / "probed", training.probed_in_all())
+    )
     return stock, ours, folder
 
 
@@ -44,7 +46,7 @@ def test_probes_change_no_parameter_in_any_bit(runs):
     stock, ours, _ = runs
     assert len(stock) == training.STEPS + 1
     assert_same_trees(stock, ours)
-    first, last = (jax.tree.leaves(params)[0] for params in (stock[0], stock[-1]))
+    first, last = (jax.tree.leaves(x.params)[0] for x in (stock[0], stock[-1]))
     assert not np.array_equal(first, last)
 
 
@@ -76,7 +78,7 @@ def reverse_mode(runs):
         return update, grads, products, loss, gradient(far)[1]
 
     def of_step(step):
-        old, new = runs[0][step - 1 : step + 1]
+        old, new = (state.params for state in runs[0][step - 1 : step + 1])
         batch = list(training.batches())[step - 1]
         loss_at = lambda m: float(measured(old, new, batch, step - 1, m)[-1])
         update, *trees, loss, after = measured(old, new, batch, step - 1, 1.0)
@@ -114,6 +116,154 @@ def test_event_files_hold_what_t5x_s_own_gradients_give(events, reverse_mode, st
     assert 3 <= events["curvature/forward_passes"][step] <= 10
     # The loss that T5X reports of this step.
     assert got["loss"] == pytest.approx(events["loss"][step], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def stock(runs):
+    """T5X's own model and trainer, of its own loss, for reverse mode."""
+    from t5x import models
+    from t5x import trainer as t5x_trainer
+
+    model = training.model(cls=models.EncoderDecoderModel)
+    found = training.trainer(runs[2] / "stock_loss", t5x_trainer.Trainer, model)
+    found.close()
+    return found
+
+
+def step_gradient(stock, params, batch, step):
+    """The gradient that T5X's step takes."""
+    from t5x import trainer as t5x_trainer
+
+    return t5x_trainer.accumulate_grads_microbatched(
+        stock._model,
+        stock.train_state.replace_params(params),
+        batch,
+        stock._get_step_rng(step),
+        stock._num_microbatches,
+    )[0]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_the_largest_eigenvalues_are_those_of_arpack(events, runs, stock, step):
+    import scipy.sparse.linalg
+    from jax.flatten_util import ravel_pytree
+
+    from t5x_fwdloss.t5x_host import optimizer
+
+    state, batch = runs[0][step], list(training.batches())[step - 1]
+    flat, unravel = ravel_pytree(state.params)
+
+    @jax.jit
+    def product(v):
+        gradient = lambda p: step_gradient(stock, p, batch, step - 1)
+        return ravel_pytree(jax.jvp(gradient, (state.params,), (unravel(v),))[1])[0]
+
+    def largest(matvec):
+        shape = (len(flat), len(flat))
+        operator = scipy.sparse.linalg.LinearOperator(shape, matvec, dtype=np.float32)
+        values = scipy.sparse.linalg.eigsh(
+            operator, 1, which="LA", return_eigenvectors=False
+        )
+        return float(values[0])
+
+    rate = training.RATE / step
+    found = optimizer.of_t5x(state._optimizer, rate)
+    root = np.sqrt(ravel_pytree(found.diagonal)[0])
+    expected = {
+        "hessian": largest(lambda v: product(v.ravel())),
+        "preconditioned_hessian": largest(lambda v: root * product(root * v.ravel())),
+    }
+    for matrix, value in expected.items():
+        got = events[f"curvature/largest_eigenvalue_of_{matrix}"][step]
+        assert got == pytest.approx(value, rel=1e-3), matrix
+        assert 0 <= events[f"curvature/residual_of_{matrix}"][step] < 0.05 * value
+    got = events["curvature/threshold_of_preconditioned_hessian"][step]
+    assert got == pytest.approx(2 / rate, rel=1e-5)  # Adafactor without momentum
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_the_noise_scale_is_that_of_the_microbatches(events, runs, stock, step):
+    params, batch = runs[0][step - 1].params, list(training.batches())[step - 1]
+    key = jax.random.split(stock._get_step_rng(step - 1))[1]
+    of_piece = jax.jit(
+        jax.grad(lambda p, piece: stock._model.loss_fn(p, piece, key)[0])
+    )
+    square = lambda tree: sum(
+        float(np.sum(np.float64(x) ** 2)) for x in jax.tree.leaves(tree)
+    )
+    halves = [jax.tree.map(lambda x, at=at: x[at : at + 4], batch) for at in (0, 4)]
+    small = np.mean([square(of_piece(params, half)) for half in halves]) * 4
+    whole = square(
+        jax.jit(step_gradient, static_argnums=0)(stock, params, batch, step - 1)
+    )
+    variance = (small - whole) / (1 / 4 - 1 / 8)
+    unbiased = (8 * whole - 4 * small) / (8 - 4)
+    assert events["curvature/gradient_variance"][step] == pytest.approx(
+        variance, rel=1e-3
+    )
+    got = events["curvature/squared_gradient"][step]
+    assert got == pytest.approx(unbiased, rel=1e-3, abs=1e-3 * whole)
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_other_data_are_measured_along_the_same_update(events, runs, stock, step):
+    import seqio
+
+    task = seqio.get_mixture_or_task(training.TASK)
+    examples = task.get_dataset(training.LENGTHS, "train", shuffle=False, seed=0)
+    converted = seqio.EncDecFeatureConverter(pack=False)(examples, training.LENGTHS)
+    batch = next(converted.batch(training.BATCH).as_numpy_iterator())
+    old, new = (runs[0][at].params for at in (step - 1, step))
+    update = jax.tree.map(np.subtract, new, old)
+    loss = jax.jit(lambda p: stock._model.loss_fn(p, batch, None)[0])
+    slope, product = jax.jit(lambda: jax.jvp(jax.grad(loss), (old,), (update,)))()
+    inner = lambda a: sum(
+        float(np.vdot(np.float64(x), np.float64(y)))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(update), strict=True)
+    )
+    expected = {
+        "loss": float(loss(old)),
+        "slope": inner(slope),
+        "curvature": inner(product),
+        "actual_change": float(loss(new)) - float(loss(old)),
+    }
+    tag = f"curvature/{training.TASK}"
+    got = {name: events[f"{tag}/{name}"][step] for name in expected}
+    assert got == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    critical = events[f"{tag}/critical_multiple"].get(step)
+    if critical is not None:
+        rate = training.RATE / step
+        assert events[f"{tag}/critical_sharpness"][step] == pytest.approx(
+            2 / (rate * critical), rel=1e-5
+        )
+
+
+def test_what_the_options_need_is_refused_in_a_sentence(tmp_path):
+    training.register()
+    alone = training.probed(noise_scale=True)
+    with pytest.raises(
+        ValueError, match=r"at least two microbatches or two shards.*got 1"
+    ):
+        training.trainer(tmp_path, alone, microbatches=1)
+    for name, lengths, said in (
+        ("no_such_task", training.LENGTHS, "must be a registered SeqIO task"),
+        (training.TASK, {"inputs": 6}, "targets"),
+    ):
+        build = training.probed(
+            probe_mixture=name,
+            probe_dataset=lambda mixture_or_task_name, lengths=lengths: (
+                training.dataset(mixture_or_task_name, lengths)
+            ),
+        )
+        with pytest.raises(ValueError, match=f"PROBE_MIXTURE must be .*{said}"):
+            training.trainer(tmp_path, build)
+    for setting, value in (
+        ("eigenvalue_products", -1),
+        ("eigenvalue_matrices", ("fisher",)),
+        ("probe_mixture", ""),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            training.probed(**{setting: value})
 
 
 def test_only_probed_steps_have_numbers_and_each_tells_its_cost(events):
