@@ -1,9 +1,10 @@
 """A T5X trainer on T5X's own tiny network, stock and probed, side by side; needs T5X.
 
-    python -m training.t5x_training FOLDER
+    python -m training.t5x_training FOLDER [ADDRESS COUNT INDEX]
 
-On all devices there are, it trains without and with probes, and prints one line of JSON:
-whether the parameters agree bit for bit, and the numbers in the event files.
+On all devices there are, of one process or of several, it trains without and with probes,
+and prints one line of JSON: whether the whole state agrees bit for bit, and the numbers in
+the event files.
 """
 
 import functools
@@ -15,9 +16,15 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-STEPS, PERIOD, RATE, BATCH = 6, 3, 0.05, 8
+STEPS, PERIOD, BATCH = 6, 3, 8
+MANY_STEPS = 60
 PRODUCTS = 30
 TASK, LENGTHS = "training_probe", {"inputs": 6, "targets": 6}
+
+
+def rate(step):
+    """The learning rate of the step that follows `step` steps."""
+    return 0.05 / (1 + step)
 
 
 def model(impl="custom_jvp", cls=None):
@@ -51,7 +58,7 @@ def model(impl="custom_jvp", cls=None):
 
 def batches():
     """One batch per step, of different lengths."""
-    for step in range(STEPS):
+    for step in range(MANY_STEPS):
         draw = np.random.default_rng(step)
         lengths = draw.integers(2, 7, size=(BATCH, 1))
         mask = np.arange(6) < lengths
@@ -90,7 +97,7 @@ def trainer(folder, constructor, of_model=None, microbatches=2):
         eval_names=[],
         summary_dir=str(folder),
         rng=jax.random.PRNGKey(1),
-        learning_rate_fn=lambda step: RATE / (1 + step),
+        learning_rate_fn=rate,
         num_microbatches=microbatches,
     )
 
@@ -155,15 +162,34 @@ def dataset(mixture_or_task_name, lengths=LENGTHS):
     )
 
 
-def trained(found):
+def trained(found, steps=STEPS):
     """The trainer's state after each step; it is closed."""
-    found.compile_train(next(batches()))
-    data, after = batches(), [jax.device_get(found.train_state)]
-    for step in range(STEPS):
+    found.compile_train(next(placed(found)))
+    data, after = placed(found), [on_host(found.train_state)]
+    for step in range(steps):
         found.train(data, 1, start_step=step)
-        after.append(jax.device_get(found.train_state))
+        after.append(on_host(found.train_state))
     found.close()
     return after
+
+
+def placed(found):
+    """The batches over all devices of all processes."""
+    partitioner = found._partitioner
+    layout = jax.sharding.NamedSharding(
+        partitioner.mesh, partitioner.data_partition_spec
+    )
+    place = lambda x: jax.make_array_from_callback(x.shape, layout, lambda at: x[at])
+    for batch in batches():
+        yield batch if jax.process_count() == 1 else jax.tree.map(place, batch)
+
+
+def on_host(state):
+    """The state; where there are several processes, this one's part of it."""
+    if jax.process_count() == 1:
+        return jax.device_get(state)
+    parts = lambda x: [np.ravel(shard.data) for shard in x.addressable_shards]
+    return jax.tree.map(lambda x: np.concatenate(parts(x)), state)
 
 
 def events(folder):
@@ -181,15 +207,16 @@ def events(folder):
 def main(folder):
     from t5x import trainer as t5x_trainer
 
-    stock = trained(trainer(folder / "stock", t5x_trainer.Trainer))
-    ours = trained(trainer(folder / "probed", probed_in_all()))
-    same = jax.tree.map(np.array_equal, stock, ours)
-    moved = jax.tree.map(np.array_equal, stock[0].params, stock[-1].params)
+    stock = trained(trainer(folder / "stock", t5x_trainer.Trainer), MANY_STEPS)
+    ours = trained(trainer(folder / "probed", probed()), MANY_STEPS)
+    in_all = trained(trainer(folder / "in_all", probed_in_all()))
+    equal = lambda *trees: jax.tree.leaves(jax.tree.map(np.array_equal, *trees))
     report = {
         "devices": jax.device_count(),
-        "same": all(jax.tree.leaves(same)),
-        "moved": not any(jax.tree.leaves(moved)),
-        "events": events(folder / "probed"),
+        "processes": jax.process_count(),
+        "same": all(equal(stock, ours)) and all(equal(stock[: STEPS + 1], in_all)),
+        "moved": not any(equal(stock[0].params, stock[-1].params)),
+        "events": events(folder / "in_all") if jax.process_index() == 0 else {},
     }
     sys.stdout.write(json.dumps(report) + "\n")
 
@@ -197,4 +224,7 @@ def main(folder):
 if __name__ == "__main__":
     import pathlib
 
+    if sys.argv[2:]:
+        address, count, index = sys.argv[2:]
+        jax.distributed.initialize(address, int(count), int(index))
     main(pathlib.Path(sys.argv[1]))
