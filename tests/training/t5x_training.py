@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 STEPS, PERIOD, BATCH = 6, 3, 8
 MANY_STEPS = 60
-PRODUCTS = 30
+PRODUCTS, FEW_PRODUCTS = 30, 3
 TASK, LENGTHS = "training_probe", {"inputs": 6, "targets": 6}
 
 
@@ -115,7 +115,8 @@ def probed_in_all(period=PERIOD):
     register()
     return probed(
         period=period,
-        eigenvalue_products=PRODUCTS,
+        # Collectives between processes are slow.
+        eigenvalue_products=PRODUCTS if jax.process_count() == 1 else FEW_PRODUCTS,
         eigenvalue_matrices=("hessian", "preconditioned_hessian"),
         noise_scale=True,
         probe_mixture=TASK,
