@@ -70,6 +70,7 @@ def with_forward_gradient(
 
     @jax.custom_vjp
     def estimated(params, key, args):
+        del key
         return loss(params, *args)
 
     def forward(params, key, args):

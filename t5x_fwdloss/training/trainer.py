@@ -5,7 +5,6 @@ step trains, untouched: on probed steps it is called between a copy of the old
 parameters and a probe. So training's numbers stay the trainer's, bit for bit.
 """
 
-import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,27 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from t5x_fwdloss import loss_mixin, models
+from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.training import along_update, wrapping
+from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes
 
 # isort: split
-# After `models`, whose error names the missing part of T5X in one sentence.
+# After `wrapping`, whose error names the missing part of T5X in one sentence.
 from t5x import partitioning, utils
 from t5x import trainer as t5x_trainer
-
-from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.objective import forward_mode
-from t5x_fwdloss.curvature.products import derivatives
-from t5x_fwdloss.training import along_update
-from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
 
 Constructor = Callable[..., Any]  # of a t5x.trainer.BaseTrainer
 # T5X's names of a step's learning rate among its metrics.
 LEARNING_RATES = ("learning_rate/current", "learning_rate")
-REMEDY = (
-    "add --gin_file=t5x_fwdloss/configs/losses/custom_jvp.gin (or chunked.gin, or "
-    "autodiff.gin)"
-)
-_STOCK_LOSS = models.t5x_models.BaseTransformerModel.loss_fn
+WHO = "Curvature while training wraps T5X's trainers"
 
 
 def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
@@ -53,23 +44,16 @@ def with_curvature(trainer_cls: Constructor, period: int = 100) -> Constructor:
 
     A period that is not a whole number of at least 1 raises `ValueError`. So does the
     call of the result, if the model's loss has no forward mode or if the train state has
-    variables besides the parameters.
-
-    Raises:
-        TypeError: `trainer_cls` is not, or does not make, a T5X trainer.
+    variables besides the parameters. A `trainer_cls` that is not, or does not make, a T5X
+    trainer raises `TypeError`.
     """
     settings.check("CURVATURE_PERIOD", period, settings.Positive)
-    if not callable(trainer_cls) or (
-        inspect.isclass(trainer_cls)
-        and not issubclass(trainer_cls, t5x_trainer.BaseTrainer)
-    ):
-        raise TypeError(_no_trainer("trainer_cls", trainer_cls))
+    wrapping.check_constructor(trainer_cls, t5x_trainer.BaseTrainer, WHO)
 
     def build(*arguments: Any, **named: Any):
         trainer = trainer_cls(*arguments, **named)
-        if not isinstance(trainer, t5x_trainer.BaseTrainer):
-            raise TypeError(_no_trainer("what trainer_cls returns", trainer))
-        _check_model(trainer._model)
+        wrapping.check_trainer(trainer, t5x_trainer.BaseTrainer, WHO)
+        wrapping.check_model(trainer._model, NEEDS)
         _check_state(trainer.train_state)
         probed = _ProbedTraining(trainer, period)
         trainer.train, trainer.compile_train = probed.train, probed.compile_train
@@ -107,7 +91,8 @@ class _ProbedTraining:
         """T5X's `compile_train`, then the same for the probe."""
         self._compile_train(batch)
         state = self._trainer.train_state
-        _check_traced(self._trainer._model, self._loss, state.params, batch, state.step)
+        found = self._trainer._model, self._loss, state.params, batch, state.step
+        wrapping.check_traced(*found, needs=NEEDS)
         start = time.monotonic()
         compiled = self._trainer._partitioner.compile
         kept = (state.params, state.step)
@@ -191,47 +176,6 @@ def _learning_rate(metrics) -> float | None:
             )
             return float(np.ravel(on_host.compute())[0])
     return None
-
-
-def _no_trainer(what, found) -> str:
-    return (
-        f"Curvature while training wraps T5X's trainers: {what} must be "
-        f"t5x.trainer.Trainer or another t5x.trainer.BaseTrainer: got "
-        f"{settings.shown(found)}."
-    )
-
-
-def _check_model(model) -> None:
-    """Rejects what is known to lack forward mode, before anything is compiled.
-
-    Raises:
-        ValueError: it names the losses to choose from.
-    """
-    if isinstance(model, loss_mixin.LossMixin):
-        check_forward_mode(model.loss_settings)
-    elif inspect.unwrap(type(model).loss_fn) is _STOCK_LOSS:
-        raise ValueError(
-            f"{NEEDS} got T5X's own loss, of {type(model).__name__}; {REMEDY}."
-        )
-
-
-def _check_traced(model, loss, params, batch, step) -> None:
-    """Rejects a loss of the user's own that has no forward mode.
-
-    Raises:
-        ValueError: it names the function that has none.
-    """
-    if isinstance(model, loss_mixin.LossMixin):
-        return  # checked by its settings, without a trace
-    shapes = jax.eval_shape(lambda *x: x, params, batch, step)
-    push = derivatives.directional_derivative(loss)
-    if forward_mode.is_blocked(jax.make_jaxpr(push)(shapes[0], *shapes)):
-        found = forward_mode.custom_vjp_functions(jax.make_jaxpr(loss)(*shapes))
-        raise ValueError(
-            f"{NEEDS} got that of {type(model).__name__}, in which jax.custom_vjp has "
-            f"none: {', '.join(found) or 'a function without a name'}; derive "
-            f"{type(model).__name__} from a class in t5x_fwdloss.models instead."
-        )
 
 
 def _check_state(state) -> None:

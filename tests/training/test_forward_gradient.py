@@ -175,6 +175,8 @@ def test_a_number_of_directions_below_one_is_refused(count):
 
 
 def test_another_distribution_is_refused():
-    sentence = "FORWARD_GRADIENT_DISTRIBUTION must be one of .*'normal'.*: got 'uniform'"
+    sentence = (
+        "FORWARD_GRADIENT_DISTRIBUTION must be one of .*'normal'.*: got 'uniform'"
+    )
     with pytest.raises(ValueError, match=sentence):
         with_forward_gradient(lambda x: (x, {}), 1, "uniform")
