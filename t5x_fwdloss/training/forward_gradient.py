@@ -93,12 +93,14 @@ def with_forward_gradient(
         params, key, slopes = kept
         weights = cotangents[0] * slopes / num_directions
 
-        def add(total, number):
-            one = direction(params, key, number)
-            return trees.axpy(weights[number], one, total), None
+        def summed(key, path, leaf):
+            def add(total, number):
+                one = _entries(key, number, path, leaf, distribution)
+                return total + weights[number].astype(total.dtype) * one, None
 
-        zero = jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, zero, numbers())[0], None, None
+            return jax.lax.scan(add, jnp.zeros_like(leaf), numbers())[0]
+
+        return place(_leaf_by_leaf(summed, key, params)), None, None
 
     estimated.defvjp(forward, backward)
     return lambda params, key, *args: estimated(params, key, args)
@@ -118,6 +120,26 @@ def random_direction(
         params: the parameters that move.
         distribution: a name in `probes.KINDS`.
     """
+    draw = lambda key, path, leaf: _entries(key, number, path, leaf, distribution)
+    return _leaf_by_leaf(draw, key, params)
+
+
+def _entries(key, number, path, leaf, distribution):
     own = jax.random.fold_in(probes.as_key(key), number)
-    drawn = probes.random_like(own, params, distribution)
-    return jax.tree.map(lambda v, leaf: v.astype(leaf.dtype), drawn, params)
+    drawn = probes.random_like(own, {path: leaf}, distribution)[path]
+    return drawn.astype(leaf.dtype)
+
+
+def _leaf_by_leaf(make, key, params):
+    """`make(key, path, leaf)` of every leaf, one after another.
+
+    The generator's memory is several times a leaf's where the compiler does not fuse it,
+    as on CPUs: it must not draw all leaves at one time.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    made = []
+    for path, leaf in zip(trees.leaf_paths(params), leaves, strict=True):
+        if made:
+            key, made[-1] = jax.lax.optimization_barrier((key, made[-1]))
+        made.append(make(key, path, leaf))
+    return jax.tree.unflatten(structure, made)
