@@ -102,7 +102,7 @@ def temporary_bytes(is_chunked, pattern, sizes, num_directions):
             eval_names=[],
             summary_dir=folder,
             rng=jax.random.PRNGKey(0),
-            learning_rate_fn=lambda step: 1e-3,
+            learning_rate_fn=lambda _: 1e-3,
             num_microbatches=None,
         )
         compiled = partitioner.compile(built._partitioned_train_step, state, batch)

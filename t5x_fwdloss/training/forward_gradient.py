@@ -75,10 +75,13 @@ def with_forward_gradient(
 
     def forward(params, key, args):
         def along(_, number):
+            # Or the compiler would compute the loss once for all directions, before the
+            # loop, and keep its activations.
+            number, at, given = jax.lax.optimization_barrier((number, params, args))
             value, slope, aux = jax.jvp(
-                lambda moved: loss(moved, *args),
-                (params,),
-                (direction(params, key, number),),
+                lambda moved: loss(moved, *given),
+                (at,),
+                (direction(at, key, number),),
                 has_aux=True,
             )
             return (value, aux), slope
