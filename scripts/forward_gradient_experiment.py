@@ -2,10 +2,10 @@
 
     python scripts/forward_gradient_experiment.py --output=docs/benchmarks/forward_gradient.json
 
-The standalone model of tiny.gin is pre-trained on cmudict_g2p and then tuned on the same
+A T5 of 1 + 1 layers and width 32 is pre-trained on cmudict_g2p and then tuned on the same
 words spelled in another phoneme inventory: phonemes without their stress digits. Reverse
 mode and forward gradients move the same parameters with the same steps and batches, each
-with the best of a few learning rates of Adam. What is compared is the validation loss of
+with the best of a few optimizers and learning rates. What is compared is the validation loss of
 the shifted task. The exit status is 1 if the forward gradient lowers it by less than 30 %
 of what reverse mode reaches. Some ten minutes on two cores.
 """
@@ -30,8 +30,12 @@ from t5x_fwdloss.training.chosen import Chosen, put
 
 SHIFTED = "cmudict_g2p_without_stress"
 PARAMETERS = ".*norm/scale|decoder/logits_dense/kernel"
-LENGTHS, BATCH, EVAL_BATCHES, LEAST = {"inputs": 20, "targets": 40}, 64, 8, 0.3
-RATES = {"reverse mode": (3e-3, 1e-2), "forward gradient": (3e-4, 1e-3, 3e-3)}
+LENGTHS, BATCH, EVAL_BATCHES, LEAST = {"inputs": 16, "targets": 32}, 32, 16, 0.3
+OPTIMIZERS = {"adam": optax.adam, "sgd": optax.sgd}
+CHOICES = {  # optimizer and learning rate
+    "reverse mode": (("adam", 3e-3), ("adam", 1e-2), ("sgd", 0.3)),
+    "forward gradient": (("adam", 1e-3), ("adam", 3e-3), ("sgd", 3e-3), ("sgd", 1e-2)),
+}
 
 
 def without_stress(dataset):
@@ -54,16 +58,16 @@ def register():
 
 
 def make_model():
-    """The model of configs/standalone/tiny.gin."""
+    """A standalone model that trains in minutes."""
     config = T5Config(
         vocab_size=384,
         dtype="float32",
-        emb_dim=128,
-        num_heads=4,
-        num_encoder_layers=2,
-        num_decoder_layers=2,
-        head_dim=32,
-        mlp_dim=256,
+        emb_dim=32,
+        num_heads=2,
+        num_encoder_layers=1,
+        num_decoder_layers=1,
+        head_dim=16,
+        mlp_dim=64,
         mlp_activations=("gelu", "linear"),
         dropout_rate=0.0,
         logits_via_embedding=False,
@@ -134,7 +138,7 @@ def main():
         **{k: v for k, v in vars(options).items() if k != "output"},
         "parameters": PARAMETERS,
         "moving_parameters": trees.dimension(chosen.pick(params)),
-        "rates": RATES,
+        "choices": CHOICES,
     }
     report["loss"] = {
         "first task": validation(model, first)(params),
@@ -147,12 +151,12 @@ def main():
     }
     for name, how in ways.items():
         rows = []
-        for rate in RATES[name]:
-            steps = optax.cosine_decay_schedule(rate, options.steps)
-            tuned, seconds = trained(
-                model, params, shifted, optax.adam(steps), options.steps, how
-            )
-            rows.append({"rate": rate, "loss": loss(tuned), "seconds": seconds})
+        for optimizer, rate in CHOICES[name]:
+            schedule = optax.cosine_decay_schedule(rate, options.steps)
+            update = OPTIMIZERS[optimizer](schedule)
+            found = trained(model, params, shifted, update, options.steps, how)
+            row = {"optimizer": optimizer, "rate": rate, "seconds": round(found[1], 1)}
+            rows.append({**row, "loss": loss(found[0])})
             print(f"{name}: {rows[-1]}", flush=True)
         report[name] = {"runs": rows, "loss": min(row["loss"] for row in rows)}
     gains = {name: before - report[name]["loss"] for name in ways}

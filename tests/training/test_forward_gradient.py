@@ -1,6 +1,9 @@
 """The forward gradient by closed forms, and its statistics against the true gradient."""
 
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +157,43 @@ def test_directions_depend_on_key_number_and_path_alone():
     moved = {"a": {"scale": jnp.ones((2, 3))}}
     other = random_direction(KEY, 2, moved, "normal")["a"]["scale"]
     assert not np.any(other == drawn["b"]["kernel"])
+
+
+# On all devices there are: the directions of a step, in the layout of the parameters.
+SHARDED = """
+import sys, zlib
+import jax, jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from t5x_fwdloss.curvature.vectors import probes
+from t5x_fwdloss.training.forward_gradient import random_direction
+mesh = jax.make_mesh((jax.device_count(),), ("data",))
+place = NamedSharding(mesh, PartitionSpec("data"))
+params = jax.device_put({"a": {"kernel": jnp.ones((8, 6))}, "b": jnp.ones(16)}, place)
+key = jax.random.fold_in(probes.as_key(3), 5)
+draw = jax.jit(
+    lambda key, params: random_direction(key, 1, params, "normal"), out_shardings=place
+)
+found = draw(key, params)
+sums = [zlib.crc32(np.asarray(x).tobytes()) for x in jax.tree.leaves(found)]
+sys.stdout.write(f"{jax.device_count()} {sums}")
+"""
+
+
+def test_directions_are_the_same_bits_on_one_device_and_on_eight():
+    said = []
+    for count in (1, 8):
+        flags = f"--xla_force_host_platform_device_count={count}"
+        done = subprocess.run(
+            [sys.executable, "-c", SHARDED],
+            env={**os.environ, "XLA_FLAGS": flags},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.append(done.stdout.split(" ", 1))
+    assert [devices for devices, _ in said] == ["1", "8"]
+    assert said[0][1] == said[1][1]
 
 
 def test_parameters_of_half_precision_keep_their_type():
