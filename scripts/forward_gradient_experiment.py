@@ -33,8 +33,8 @@ PARAMETERS = ".*norm/scale|decoder/logits_dense/kernel"
 LENGTHS, BATCH, EVAL_BATCHES, LEAST = {"inputs": 16, "targets": 32}, 32, 16, 0.3
 OPTIMIZERS = {"adam": optax.adam, "sgd": optax.sgd}
 CHOICES = {  # optimizer and learning rate
-    "reverse mode": (("adam", 3e-3), ("adam", 1e-2), ("sgd", 0.3)),
-    "forward gradient": (("adam", 1e-3), ("adam", 3e-3), ("sgd", 3e-3), ("sgd", 1e-2)),
+    "reverse mode": (("adam", 1e-2), ("adam", 3e-2), ("sgd", 0.3)),
+    "forward gradient": (("adam", 3e-3), ("sgd", 1e-2), ("sgd", 3e-2)),
 }
 
 
@@ -119,9 +119,9 @@ def main():
     """Parses the command line, trains, compares, writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path)
-    parser.add_argument("--pretraining_steps", type=int, default=400)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--directions", type=int, default=8)
+    parser.add_argument("--pretraining_steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--directions", type=int, default=4)
     options = parser.parse_args()
     register()
     model, report = make_model(), {"environment": benchmark_record.environment()}

@@ -91,7 +91,7 @@ def test_the_second_moment_of_the_checkpoint_is_restored_and_the_run_resumes(
     old, middle, new = (
         leaves(path)[name]
         for path in (
-            checkpoint,
+            pathlib.Path(checkpoint),
             *sorted((project.path / "tuned").glob("checkpoint_5[26]")),
         )
     )
@@ -117,7 +117,8 @@ def test_the_written_configuration_wraps_the_trainer_twice_and_the_state_once(
         "with_curvature.trainer_cls = \\\n"
         "    @fwdloss_forward_trainer.with_forward_gradient()",
         "with_forward_gradient.trainer_cls = @trainer.Trainer",
-        "with_chosen_parameters()",
+        "train.train_state_initializer_cls = \\\n"
+        "    @fwdloss_forward_trainer.with_chosen_parameters()",
     ):
         assert line in text
 
