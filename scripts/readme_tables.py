@@ -75,11 +75,48 @@ def curvature(file: str = "curvature_cpu.json") -> str:
     return "\n".join(lines)
 
 
+def forward_memory(file: str = "forward_memory_cpu.json") -> str:
+    """Temporary memory of a T5X train step of t5_1_1 base, by reverse and forward mode."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    lines = [
+        "| step of t5_1_1 base | parameters that move | temporary memory | to T5X's own |",
+        "|---" * 4 + "|",
+    ]
+    lines += [
+        f"| {name} | {row['moving_parameters']:,} "
+        f"| {row['temporary_bytes'] / 2**20:.0f} MiB | {row['ratio']:.2f} |"
+        for name, row in report["steps"].items()
+    ]
+    return "\n".join(lines)
+
+
+def forward_gradient(file: str = "forward_gradient.json") -> str:
+    """Validation losses of a shifted task, tuned by reverse mode and forward gradients."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    settings = report["settings"]
+    lines = [
+        f"{settings['moving_parameters']:,} parameters, {settings['steps']} steps, "
+        f"{settings['directions']} directions per step:",
+        "",
+        "| cmudict_g2p without stress digits | validation loss |",
+        "|---|---|",
+        f"| before | {report['loss']['shifted task, before']:.3f} |",
+    ]
+    lines += [
+        f"| {name} | {report[name]['loss']:.3f} |"
+        for name in ("reverse mode", "forward gradient")
+    ]
+    share = f"The forward gradient gains {100 * report['share']:.0f} % of reverse mode."
+    return "\n".join([*lines, "", share])
+
+
 TABLES = {
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
     "train_step": train_step,
     "curvature": curvature,
+    "forward_memory": forward_memory,
+    "forward_gradient": forward_gradient,
 }
 
 

@@ -1,4 +1,4 @@
-"""Wraps a user's MODEL in `with_loss`, and a trainer_cls in `with_curvature`.
+"""Wraps a user's MODEL in `with_loss`, and a trainer_cls in what trains or probes.
 
 Imported by the files in `configs/losses/` and `configs/training/`, never by library
 code. A gin file cannot say "the MODEL bound so far": `MODEL = @with_loss()` with `with_loss.model = %MODEL` refers
@@ -6,8 +6,8 @@ to itself, and naming a class (`@models.EncoderDecoderModel()`) would replace a 
 own class. gin's finalize hooks see the completed configuration, whatever the order of
 its files. So the files bind the macro WITH_LOSS = @with_loss(), and here the user's
 MODEL, of any class, becomes that function's argument and WITH_LOSS the MODEL. The
-`config.gin` that T5X writes says so in plain gin. The same with WITH_CURVATURE and the
-argument `trainer_cls` of the training script.
+`config.gin` that T5X writes says so in plain gin. The same with WITH_CURVATURE and
+WITH_FORWARD_GRADIENT and the argument `trainer_cls` of the training script.
 """
 
 from gin import config as gin_config
@@ -26,10 +26,10 @@ def model_through_with_loss(config):
     Raises:
         ValueError: if no file binds MODEL.
     """
-    with_loss = config.get(("WITH_LOSS", "gin.macro"), {}).get("value")
+    with_loss = _macro(config, "WITH_LOSS")
     if with_loss is None:
         return None
-    model = config.get(("MODEL", "gin.macro"), {}).get("value")
+    model = _macro(config, "MODEL")
     if model is None:
         raise ValueError(
             "The files in t5x_fwdloss/configs/losses/ exchange the loss of the macro "
@@ -44,12 +44,17 @@ def model_through_with_loss(config):
     }
 
 
-@gin_config.register_finalize_hook
-def trainer_cls_through_with_curvature(config):
-    """Bindings that make `trainer_cls` the user's own trainer with probes.
+# Macros of the files in configs/training/ that wrap a trainer_cls, the innermost first.
+WRAPPERS = ("WITH_FORWARD_GRADIENT", "WITH_CURVATURE")
+INITIALIZER = "train_state_initializer_cls"
 
-    Nothing happens if no file of `configs/training/` was read, or if `trainer_cls` is
-    `@with_curvature()` already.
+
+@gin_config.register_finalize_hook
+def trainer_cls_through_wrappers(config):
+    """Bindings that make `trainer_cls` the user's own trainer, wrapped.
+
+    Nothing happens if no file of `configs/training/` was read. A configuration that T5X
+    wrote, in which `trainer_cls` is wrapped already, gets the same bindings.
 
     Args:
         config: gin's configuration, `{(scope, selector): {parameter: value}}`.
@@ -57,23 +62,52 @@ def trainer_cls_through_with_curvature(config):
     Raises:
         ValueError: no file binds `trainer_cls`, or several scripts have one.
     """
-    with_curvature = config.get(("WITH_CURVATURE", "gin.macro"), {}).get("value")
-    if with_curvature is None:
+    wrappers = [found for name in WRAPPERS if (found := _macro(config, name))]
+    if not wrappers:
         return None
-    ours = with_curvature.configurable.selector
-    found = {
-        f"{scope}/{selector}".removeprefix("/"): parameters["trainer_cls"]
+    ours = [wrapper.configurable.selector for wrapper in wrappers]
+    scripts = {
+        f"{scope}/{selector}".removeprefix("/"): (scope, selector)
         for (scope, selector), parameters in config.items()
-        if "trainer_cls" in parameters and selector != ours
+        if "trainer_cls" in parameters and selector not in ours
     }
-    if len(found) != 1:
-        bound = " and ".join(found) or "none"
+    if len(scripts) != 1:
+        bound = " and ".join(scripts) or "none"
         raise ValueError(
             "The files in t5x_fwdloss/configs/training/ wrap the trainer_cls of one "
             f"training script, and the gin files must bind it: got {bound}; T5X's own "
             "run file is --gin_file=t5x/configs/runs/pretrain.gin."
         )
-    ((script, trainer_cls),) = found.items()
-    if trainer_cls == with_curvature:
-        return None
-    return {f"{script}.trainer_cls": with_curvature, f"{ours}.trainer_cls": trainer_cls}
+    ((script, key),) = scripts.items()
+    inner = _users_own(config, config[key]["trainer_cls"], ours, "trainer_cls")
+    bindings = {}
+    for wrapper, selector in zip(wrappers, ours, strict=True):
+        bindings[f"{selector}.trainer_cls"] = inner
+        inner = wrapper
+    bindings[f"{script}.trainer_cls"] = inner
+    return bindings | _initializer(config, script, config[key].get(INITIALIZER))
+
+
+def _initializer(config, script, users):
+    """Bindings of the train state's constructor, which T5X's script need not bind."""
+    wrapper = _macro(config, "WITH_CHOSEN_PARAMETERS")
+    if wrapper is None:
+        return {}
+    selector = wrapper.configurable.selector
+    users = _users_own(config, users, [selector], "initializer_cls")
+    bindings = {f"{script}.{INITIALIZER}": wrapper}
+    return bindings | ({f"{selector}.initializer_cls": users} if users else {})
+
+
+def _macro(config, name):
+    return config.get((name, "gin.macro"), {}).get("value")
+
+
+def _users_own(config, value, ours, parameter):
+    """What the innermost of our wrappers around a value wraps; None for its default."""
+    while value is not None and getattr(value, "configurable", None):
+        selector = value.configurable.selector
+        if selector not in ours:
+            break
+        value = config.get(("", selector), {}).get(parameter)
+    return value

@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import optax
@@ -28,6 +29,8 @@ from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
 from t5x_fwdloss.standalone import checkpoints, data, probing
 from t5x_fwdloss.standalone.model import StandaloneModel
+from t5x_fwdloss.training import chosen, forward_gradient
+from t5x_fwdloss.training import probes as training_probes
 from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, Matrix
 
 RUN_FILE = "t5x_fwdloss/configs/standalone/train.gin"
@@ -42,7 +45,11 @@ MACROS = {
     "eigenvalue_products": "CURVATURE_EIGENVALUE_PRODUCTS",
     "eigenvalue_matrices": "CURVATURE_EIGENVALUE_MATRICES",
     "noise_pieces": "CURVATURE_NOISE_PIECES",
+    "forward_parameters": chosen.PARAMETERS,
+    "forward_directions": forward_gradient.DIRECTIONS,
+    "forward_distribution": forward_gradient.DISTRIBUTION,
 }
+FORWARD_NEEDS = "A forward gradient needs a loss that has forward mode:"
 
 
 def train(
@@ -65,6 +72,10 @@ def train(
     noise_pieces: settings.Several | None = None,
     probe_mixture: settings.Words | None = None,
     learning_rate: probing.LearningRate | None = None,
+    initial_checkpoint_path: settings.Path | None = None,
+    forward_parameters: settings.Pattern | None = None,
+    forward_directions: settings.Positive = 1,
+    forward_distribution: forward_gradient.Distribution = "normal",
     config_text: str = "",
 ) -> dict[str, float]:
     """Trains up to `total_steps`; returns the validation metrics at the end.
@@ -93,6 +104,12 @@ def train(
         probe_mixture: a task whose first batch of the training split is measured along
             the same updates, without dropout.
         learning_rate: the optimizer's learning rate or schedule, for the sharpness.
+        initial_checkpoint_path: a checkpoint whose parameters a new run begins with, at
+            step 0; None draws them.
+        forward_parameters: trains the parameters whose path matches this regular
+            expression alone, by forward gradients; None trains all by reverse mode.
+        forward_directions: directions per step of a forward gradient.
+        forward_distribution: of a direction's entries, "normal" or "rademacher".
         config_text: the gin configuration, written to `model_dir`.
 
     Raises:
@@ -105,6 +122,11 @@ def train(
     if curvature_period is not None:
         probing.check(model, optimizer, learning_rate)
         _check_pieces(noise_pieces, dataset.batch_size)
+    forward = None
+    if forward_parameters is not None:
+        training_probes.check_forward_mode(model.loss_settings, FORWARD_NEEDS)
+        moving = chosen.Chosen(forward_parameters)
+        forward = Forward(moving, forward_directions, forward_distribution)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
     measured = probing.quantities(
         model,
@@ -114,7 +136,7 @@ def train(
         mixture=probe_mixture or "",
         batch=_probe_batch(dataset, train_split, probe_mixture, model.vocab_size),
     )
-    train_step, eval_step = compiled_steps(model, optimizer)
+    train_step, eval_step = compiled_steps(model, optimizer, forward)
     folder = files.user_path(model_dir)
     with contextlib.ExitStack() as stack:
         with files.writing(folder):
@@ -130,7 +152,12 @@ def train(
                 f"{total_steps}, and {model_dir} holds checkpoint_{first}."
             )
         params = jax.jit(model.get_initial_params)(key, eval_batches[0])
-        state = optimizer.init(params)
+        if forward is not None:
+            forward.chosen.check(params)
+        state = optimizer.init(params if forward is None else forward.pick(params))
+        if initial_checkpoint_path is not None and not first:
+            path = str(initial_checkpoint_path)
+            params = checkpoints.restore_params(path, params)[1]
         if first:
             params = checkpoints.restore_params(model_dir, params)[1]
             state = checkpoints.restore_optimizer(model_dir, state)
@@ -172,20 +199,72 @@ def train(
         return report(total_steps, seen)
 
 
-def compiled_steps(model: StandaloneModel, optimizer: optax.GradientTransformation):
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """How a training step estimates its gradient by forward mode.
+
+    Attributes:
+        chosen: the parameters that move.
+        directions: their number per step.
+        distribution: of their entries.
+    """
+
+    chosen: chosen.Chosen
+    directions: int = 1
+    distribution: str = "normal"
+
+    def pick(self, tree: Any) -> Any:
+        """The leaves of the parameters that move."""
+        return self.chosen.pick(tree)
+
+    def gradient(self, model: StandaloneModel) -> Callable[..., Any]:
+        """`(params, batch, key) -> (gradient, metrics)`; the key is that of the step."""
+
+        def loss(part, params, *args):
+            return model.loss_fn(chosen.put(part, params), *args)
+
+        estimated = jax.grad(
+            forward_gradient.with_forward_gradient(
+                loss, self.directions, self.distribution
+            ),
+            has_aux=True,
+        )
+
+        def gradient(params, batch, key):
+            own = jax.random.fold_in(key, probes.path_hash("forward gradient"))
+            return estimated(self.pick(params), own, params, batch, key)
+
+        return gradient
+
+
+def compiled_steps(
+    model: StandaloneModel,
+    optimizer: optax.GradientTransformation,
+    forward: Forward | None = None,
+):
     """The training step and the evaluation step, compiled when first called.
+
+    Args:
+        model: the network and its loss.
+        optimizer: sees the parameters that move, with their gradient.
+        forward: how the gradient is estimated; None is all of it by reverse mode.
 
     Returns:
         `train_step(params, state, batch, key) -> (params, state, metrics)`, which
         donates its first two arguments, and `eval_step(params, batch) -> metrics`.
     """
+    gradient = jax.grad(model.loss_fn, has_aux=True)
+    if forward is not None:
+        gradient = forward.gradient(model)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params, state, batch, key):
-        gradient = jax.grad(model.loss_fn, has_aux=True)
         grads, metrics = gradient(params, batch, key)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, metrics
+        moving = params if forward is None else forward.pick(params)
+        updates, state = optimizer.update(grads, state, moving)
+        moved = optax.apply_updates(moving, updates)
+        params = moved if forward is None else chosen.put(moved, params)
+        return params, state, metrics
 
     @jax.jit
     def eval_step(params, batch):

@@ -112,11 +112,12 @@ class Probes:
         self._write(number, {f"{PREFIX}/{name}": x for name, x in numbers.items()})
 
 
-def check_forward_mode(chosen: losses.LossSettings) -> None:
+def check_forward_mode(chosen: losses.LossSettings, needs: str = NEEDS) -> None:
     """Passes if a loss can be probed.
 
     Args:
         chosen: the settings of the loss.
+        needs: the beginning of the sentence that says what needs it.
 
     Raises:
         ValueError: it has no forward mode; the ones that have are named.
@@ -128,7 +129,7 @@ def check_forward_mode(chosen: losses.LossSettings) -> None:
             if implementation.has_forward_mode
         ]
         raise ValueError(
-            f"{NEEDS} got LOSS_IMPL = {chosen.impl!r}; choose {' or '.join(names)}."
+            f"{needs} got LOSS_IMPL = {chosen.impl!r}; choose {' or '.join(names)}."
         )
 
 

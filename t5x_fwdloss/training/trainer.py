@@ -6,7 +6,6 @@ parameters and a probe. So training's numbers stay the trainer's, bit for bit.
 """
 
 import functools
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,31 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from t5x_fwdloss import loss_mixin, models
+from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.training import along_update, wrapping
+from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes
 
 # isort: split
-# After `models`, whose error names the missing part of T5X in one sentence.
+# After `wrapping`, whose error names the missing part of T5X in one sentence.
 from t5x import partitioning, utils
 from t5x import trainer as t5x_trainer
 
-from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.objective import forward_mode, normalization
-from t5x_fwdloss.curvature.products import derivatives
+from t5x_fwdloss.analysis.objective import normalization
 from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.t5x_host import dataset, optimizer
-from t5x_fwdloss.training import along_update
 from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, LargestEigenvalues, Matrix
 from t5x_fwdloss.training.noise_scale import NoiseScale
-from t5x_fwdloss.training.probes import NEEDS, PREFIX, Probes, check_forward_mode
 from t5x_fwdloss.training.quantity import ProbedStep, Quantity
 
 Constructor = Callable[..., Any]  # of a t5x.trainer.BaseTrainer
 # T5X's names of a step's learning rate among its metrics.
 LEARNING_RATES = ("learning_rate/current", "learning_rate")
-REMEDY = (
-    "add --gin_file=t5x_fwdloss/configs/losses/custom_jvp.gin (or chunked.gin, or "
-    "autodiff.gin)"
-)
+WHO = "Curvature while training wraps T5X's trainers"
 # Arguments by gin's macros.
 MACROS = {
     "period": "CURVATURE_PERIOD",
@@ -48,7 +42,6 @@ MACROS = {
     "eigenvalue_matrices": "CURVATURE_EIGENVALUE_MATRICES",
     "noise_scale": "CURVATURE_NOISE_SCALE",
 }
-_STOCK_LOSS = models.t5x_models.BaseTransformerModel.loss_fn
 
 
 def with_curvature(
@@ -84,23 +77,16 @@ def with_curvature(
     An invalid setting raises `ValueError`. So does the call of the result, if the model's
     loss has no forward mode, if the train state has variables besides the parameters, if
     the batch has neither microbatches nor shards for the noise scale, or if the model
-    cannot read the probe's data.
-
-    Raises:
-        TypeError: `trainer_cls` is not, or does not make, a T5X trainer.
+    cannot read the probe's data. A `trainer_cls` that is not, or does not make, a T5X
+    trainer raises `TypeError`.
     """
     settings.check_arguments(with_curvature, locals(), macros=MACROS)
-    if not callable(trainer_cls) or (
-        inspect.isclass(trainer_cls)
-        and not issubclass(trainer_cls, t5x_trainer.BaseTrainer)
-    ):
-        raise TypeError(_no_trainer("trainer_cls", trainer_cls))
+    wrapping.check_constructor(trainer_cls, t5x_trainer.BaseTrainer, WHO)
 
     def build(*arguments: Any, **named: Any):
         trainer = trainer_cls(*arguments, **named)
-        if not isinstance(trainer, t5x_trainer.BaseTrainer):
-            raise TypeError(_no_trainer("what trainer_cls returns", trainer))
-        _check_model(trainer._model)
+        wrapping.check_trainer(trainer, t5x_trainer.BaseTrainer, WHO)
+        wrapping.check_model(trainer._model, NEEDS)
         _check_state(trainer.train_state)
         loss = functools.partial(step_loss, trainer)
         quantities: list[Quantity] = [along_update.Along(loss)]
@@ -140,7 +126,8 @@ class _ProbedTraining:
     def _prepare(self, batch):
         state = self._trainer.train_state
         loss = functools.partial(step_loss, self._trainer)
-        _check_traced(self._trainer._model, loss, state.params, batch, state.step)
+        found = self._trainer._model, loss, state.params, batch, state.step
+        wrapping.check_traced(*found, needs=NEEDS)
         start = time.monotonic()
         self._probes.prepare(functools.partial(self._compiled, batch))
         self._copy = self._compiled(
@@ -321,47 +308,6 @@ def _learning_rate(metrics) -> float | None:
             )
             return float(np.ravel(on_host.compute())[0])
     return None
-
-
-def _no_trainer(what, found) -> str:
-    return (
-        f"Curvature while training wraps T5X's trainers: {what} must be "
-        f"t5x.trainer.Trainer or another t5x.trainer.BaseTrainer: got "
-        f"{settings.shown(found)}."
-    )
-
-
-def _check_model(model) -> None:
-    """Rejects what is known to lack forward mode, before anything is compiled.
-
-    Raises:
-        ValueError: it names the losses to choose from.
-    """
-    if isinstance(model, loss_mixin.LossMixin):
-        check_forward_mode(model.loss_settings)
-    elif inspect.unwrap(type(model).loss_fn) is _STOCK_LOSS:
-        raise ValueError(
-            f"{NEEDS} got T5X's own loss, of {type(model).__name__}; {REMEDY}."
-        )
-
-
-def _check_traced(model, loss, params, batch, step) -> None:
-    """Rejects a loss of the user's own that has no forward mode.
-
-    Raises:
-        ValueError: it names the function that has none.
-    """
-    if isinstance(model, loss_mixin.LossMixin):
-        return  # checked by its settings, without a trace
-    shapes = jax.eval_shape(lambda *x: x, params, batch, step)
-    push = derivatives.directional_derivative(loss)
-    if forward_mode.is_blocked(jax.make_jaxpr(push)(shapes[0], *shapes)):
-        found = forward_mode.custom_vjp_functions(jax.make_jaxpr(loss)(*shapes))
-        raise ValueError(
-            f"{NEEDS} got that of {type(model).__name__}, in which jax.custom_vjp has "
-            f"none: {', '.join(found) or 'a function without a name'}; derive "
-            f"{type(model).__name__} from a class in t5x_fwdloss.models instead."
-        )
 
 
 def _check_state(state) -> None:

@@ -44,6 +44,7 @@ utils.SaveCheckpointConfig.period = 50
 """
 LOSSES = "t5x_fwdloss/configs/losses"
 CURVATURE = "t5x_fwdloss/configs/training/curvature.gin"
+FORWARD = "t5x_fwdloss/configs/training/forward_gradient.gin"
 
 
 @dataclasses.dataclass(frozen=True)

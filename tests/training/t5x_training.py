@@ -73,8 +73,8 @@ def batches():
         }
 
 
-def trainer(folder, constructor, of_model=None, microbatches=2):
-    """A trainer at step 0."""
+def trainer(folder, constructor, of_model=None, microbatches=2, pattern=None, **more):
+    """A trainer at step 0; with a pattern, of the parameters that match it."""
     from t5x import partitioning, utils
 
     found = of_model or model()
@@ -82,7 +82,12 @@ def trainer(folder, constructor, of_model=None, microbatches=2):
         num_partitions=min(2, jax.device_count())
     )
     first = next(batches())
-    state = utils.TrainStateInitializer(
+    initializer_cls = utils.TrainStateInitializer
+    if pattern is not None:
+        from t5x_fwdloss.training.forward_trainer import with_chosen_parameters
+
+        initializer_cls = with_chosen_parameters(pattern)
+    state = initializer_cls(
         optimizer_def=found.optimizer_def,
         init_fn=found.get_initial_variables,
         input_shapes={name: x.shape for name, x in first.items()},
@@ -99,6 +104,7 @@ def trainer(folder, constructor, of_model=None, microbatches=2):
         rng=jax.random.PRNGKey(1),
         learning_rate_fn=rate,
         num_microbatches=microbatches,
+        **more,
     )
 
 
@@ -108,6 +114,14 @@ def probed(constructor=None, period=PERIOD, **more):
     from t5x_fwdloss.training.trainer import with_curvature
 
     return with_curvature(constructor or t5x_trainer.Trainer, period, **more)
+
+
+def forward(constructor=None, **settings):
+    from t5x import trainer as t5x_trainer
+
+    from t5x_fwdloss.training.forward_trainer import with_forward_gradient
+
+    return with_forward_gradient(constructor or t5x_trainer.Trainer, **settings)
 
 
 def probed_in_all(period=PERIOD):

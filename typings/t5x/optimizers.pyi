@@ -6,3 +6,9 @@ class OptimizerDef:
 
 class OptaxWrapper(OptimizerDef):
     optax_optimizer: Any
+
+class Optimizer:
+    optimizer_def: Any
+    state: Any
+    target: Any
+    def __init__(self, optimizer_def: Any, state: Any, target: Any) -> None: ...

@@ -43,7 +43,7 @@ def group_mask(params: PyTree, pattern: str) -> PyTree:
     """
     floats = trees.float_part(params)
     paths = trees.leaf_paths(floats)
-    flags = _matches(pattern, paths)
+    flags = matches(pattern, paths)
     if not any(flags):
         raise ValueError(
             f"A group must match the whole path of at least one float parameter: "
@@ -52,7 +52,16 @@ def group_mask(params: PyTree, pattern: str) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(floats), flags)
 
 
-def _matches(pattern: str, paths: list[str]) -> list[bool]:
+def matches(pattern: str, paths: list[str]) -> list[bool]:
+    """Whether each whole path matches a regular expression.
+
+    Args:
+      pattern: The regular expression.
+      paths: Paths of leaves.
+
+    Raises:
+      ValueError: The pattern is not a regular expression, or slow to match.
+    """
     try:
         compiled = re.compile(pattern)
         with _time_limit(SECONDS_TO_MATCH):
