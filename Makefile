@@ -38,6 +38,7 @@ quickstart: setup
 	$(BIN)/python -m t5x_fwdloss.standalone.train \
 	  --gin_file=t5x_fwdloss/configs/standalone/train.gin \
 	  --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+	  --gin.CURVATURE_PERIOD=20 \
 	  --gin.MODEL_DIR="'$(QUICKSTART_DIR)/model'"
 	$(BIN)/python -m t5x_fwdloss.standalone.analyze \
 	  --gin_file=t5x_fwdloss/configs/standalone/analyze.gin \
