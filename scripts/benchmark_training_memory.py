@@ -28,7 +28,7 @@ from t5x_fwdloss.training.along_update import along_update
 from t5x_fwdloss.training.line_search import line_search
 
 CHUNK_LENGTH = 32
-CASES = (("T5X", "small"), ("T5X", "base"), ("standalone", "small"))
+CASES = ("T5X, small", "T5X, base", "standalone, small")
 SIZES = {  # of T5Config, from T5X's t5_1_1/{small,base}.gin
     "small": {
         "emb_dim": 512,
@@ -135,13 +135,17 @@ def missed(case, found):
 def main():
     """Parses the command line, measures, writes the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    parser.add_argument("--output", type=pathlib.Path, help="keeps its other cases")
     options = parser.parse_args()
-    cases = {f"{network}, {size}": measure(network, size) for network, size in CASES}
+    cases = {case: measure(*case.split(", ")) for case in options.cases}
+    kept = {}
+    if options.output and options.output.exists():
+        kept = json.loads(options.output.read_text())["cases"]
     report = {
         "environment": benchmark_record.environment(),
         "settings": {"sizes": SIZES, "chunk_length": CHUNK_LENGTH},
-        "cases": cases,
+        "cases": kept | cases,
     }
     print(json.dumps({case: x["ratios"] for case, x in cases.items()}, indent=1))
     benchmark_record.write(report, options.output)
