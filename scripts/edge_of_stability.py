@@ -154,15 +154,18 @@ def drawn(runs):
         critical = np.array(run[CRITICAL], float)
         label = "critical sharpness"
         axis.plot(steps, critical, ".", color=figures.SERIES[1], ms=4, label=label)
-        axis.axhline(2 / rate, color=figures.INK, linestyle="--", linewidth=1)
-        axis.set_ylim(0, 2 * 2 / rate)
+        edge = {"color": figures.INK, "linestyle": "--", "linewidth": 1}
+        axis.axhline(2 / rate, **edge, label="2 / learning rate")
+        axis.set_ylim(0, 2.5 * 2 / rate)
         axis.set_title(f"learning rate {rate}: 2/{rate} = {2 / rate:g}")
         axis.set_ylabel("sharpness")
     for axis in (losses, *others):
         axis.set_xlabel("step")
     losses.legend(loc="best")
-    others[0].legend(loc="lower right")
-    return losses.get_figure(root=True)
+    figure = losses.get_figure(root=True)
+    handles, labels = others[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return figure
 
 
 def draw(runs, path):
