@@ -145,7 +145,7 @@ def main():
     report = {
         "environment": benchmark_record.environment(),
         "settings": {"sizes": SIZES, "chunk_length": CHUNK_LENGTH},
-        "cases": kept | cases,
+        "cases": {case: (kept | cases)[case] for case in CASES if case in kept | cases},
     }
     print(json.dumps({case: x["ratios"] for case, x in cases.items()}, indent=1))
     benchmark_record.write(report, options.output)
