@@ -38,6 +38,7 @@ quickstart: setup
 	$(BIN)/python -m t5x_fwdloss.standalone.train \
 	  --gin_file=t5x_fwdloss/configs/standalone/train.gin \
 	  --gin_file=t5x_fwdloss/configs/standalone/tiny.gin \
+	  --gin.CURVATURE_PERIOD=20 \
 	  --gin.MODEL_DIR="'$(QUICKSTART_DIR)/model'"
 	$(BIN)/python -m t5x_fwdloss.standalone.analyze \
 	  --gin_file=t5x_fwdloss/configs/standalone/analyze.gin \
@@ -72,11 +73,15 @@ format: setup
 	$(BIN)/ruff check --fix-only $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-# The step of a whole training run is timed only where T5X is.
+# Whole training runs and their steps are measured only where T5X is.
 bench: setup
 	$(BIN)/python scripts/benchmark_loss.py --output=docs/benchmarks/loss_cpu.json \
 	  $$($(BIN)/python -c "import t5x" 2>/dev/null && echo --train_step)
 	$(BIN)/python scripts/benchmark_curvature.py --output=docs/benchmarks/curvature_cpu.json
+	$(BIN)/python scripts/edge_of_stability.py
+	! $(BIN)/python -c "import t5x" 2>/dev/null || { \
+	  $(BIN)/python scripts/benchmark_training_memory.py --output=docs/benchmarks/training_memory_cpu.json && \
+	  $(BIN)/python scripts/benchmark_probes.py --output=docs/benchmarks/probes_cpu.json; }
 	$(BIN)/python scripts/readme_tables.py
 
 clean:

@@ -25,26 +25,32 @@ MODELS = {  # loss_impl and loss_chunk_length; None is T5X's own model
 }
 
 
-def make_model(choice):
-    """T5X's encoder-decoder model of t5_1_1 small, two layers, with the chosen loss."""
+def make_model(choice, **sizes):
+    """T5X's encoder-decoder model of t5_1_1 small, two layers, with the chosen loss.
+
+    Args:
+        choice: one of the values of `MODELS`.
+        **sizes: of T5X's `T5Config`, in place of those.
+    """
     import seqio
     from t5x import adafactor, models
     from t5x.examples.t5 import network
 
     from t5x_fwdloss.models import with_loss
 
-    config = network.T5Config(
-        vocab_size=VOCAB,
-        dtype="bfloat16",
-        emb_dim=512,
-        num_heads=6,
-        num_encoder_layers=2,
-        num_decoder_layers=2,
-        head_dim=64,
-        mlp_dim=1024,
-        mlp_activations=("gelu", "linear"),
-        dropout_rate=0.0,
-    )
+    small = {
+        "vocab_size": VOCAB,
+        "dtype": "bfloat16",
+        "emb_dim": 512,
+        "num_heads": 6,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+        "head_dim": 64,
+        "mlp_dim": 1024,
+        "mlp_activations": ("gelu", "linear"),
+        "dropout_rate": 0.0,
+    }
+    config = network.T5Config(**{**small, **sizes})
     vocabulary = seqio.PassThroughVocabulary(VOCAB)
     model = models.EncoderDecoderModel(
         network.Transformer(config),

@@ -110,7 +110,24 @@ def forward_gradient(file: str = "forward_gradient.json") -> str:
     return "\n".join([*lines, "", share])
 
 
+def probe_memory(file: str = "training_memory_cpu.json") -> str:
+    """Memory of a probe of training and of its parts, beside one gradient's."""
+    cases = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["cases"]
+    sizes = {case: found["temporary_bytes"] for case, found in cases.items()}
+    lines = ["| | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    trees = [f"{found['parameter_bytes'] / 2**20:.0f} MiB" for found in cases.values()]
+    lines.append("| parameters | " + " | ".join(trees) + " |")
+    for name in next(iter(sizes.values())):
+        cells = [
+            f"{found[name] / 2**20:.0f} MiB ({cases[case]['ratios'][name]:.2f})"
+            for case, found in sizes.items()
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "probe_memory": probe_memory,
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
     "train_step": train_step,

@@ -35,7 +35,13 @@ from t5x_fwdloss.analysis.objective.finite import (
 )
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
-from t5x_fwdloss.analysis.report import environment, events, model_facts, page
+from t5x_fwdloss.analysis.report import (
+    environment,
+    events,
+    model_facts,
+    page,
+    training,
+)
 from t5x_fwdloss.analysis.report.terminal import print_line, print_table
 from t5x_fwdloss.analysis.store import files, identity
 from t5x_fwdloss.analysis.store.checksum import checksum
@@ -317,6 +323,7 @@ def _finish(folder, document, outcomes, plots, host) -> int:
     results = [x for x in outcomes if isinstance(x, MeasurementResult)]
     failures = [x for x in outcomes if isinstance(x, Failure)]
     if host.primary:
+        document["training"] = training.record(host.checkpoint)
         text = page.render(document, results, plots)
         other = {"report.html": text.encode(), "config.gin": host.config_text.encode()}
         events.write(folder.path, results, host.step or 0)

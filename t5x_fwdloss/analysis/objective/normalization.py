@@ -83,7 +83,7 @@ def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Norma
         return Normalizer("sum", 1.0)
     if not is_mean(factor):
         return Normalizer("constant", _positive(float(factor), "the constant"))
-    name = getattr(factor, "name", factor)
+    name = str(getattr(factor, "name", factor))
     kind = KINDS.get(name.upper(), name)
     # In float64 on the host: the sum of many float32 counts would round.
     total = sum(float(_normalizer(dict(batch), factor)) for batch in batches)

@@ -1,7 +1,7 @@
-"""TensorBoard events: every number of a run at its training step."""
+"""TensorBoard events: those of a run at its training step, and those of the training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from etils import epath
 
@@ -41,3 +41,35 @@ def write(
         writer = metric_writers.SummaryWriter(str(path))
         writer.write_scalars(step, finite)
         writer.close()
+
+
+def read(folders: Iterable[epath.Path], prefix: str) -> dict[str, dict[int, float]]:
+    """The scalars in the event files of a training run: name to step to value.
+
+    Of a step that was trained twice, by a run that resumed, the later value is kept. A
+    file ends where it is damaged: a run that was killed leaves half a record.
+
+    Args:
+        folders: are searched in this order; they need not exist.
+        prefix: of the tags that are read; the names are the rest of them.
+    """
+    paths = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob("events.out.tfevents.*"))
+    ]
+    found: dict[str, dict[int, float]] = {}
+    if not paths:
+        return found
+    import tensorflow as tf  # takes seconds
+
+    for path in paths:
+        try:
+            for event in tf.compat.v1.train.summary_iterator(str(path)):
+                for value in event.summary.value:
+                    if value.tag.startswith(prefix):
+                        of_name = found.setdefault(value.tag.removeprefix(prefix), {})
+                        of_name[event.step] = float(tf.make_ndarray(value.tensor))
+        except tf.errors.DataLossError:
+            continue
+    return found

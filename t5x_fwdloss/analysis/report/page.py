@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from t5x_fwdloss.analysis.numbers import MeasurementResult
-from t5x_fwdloss.analysis.report import header, model_facts
+from t5x_fwdloss.analysis.report import header, model_facts, training
 from t5x_fwdloss.analysis.report.plots import Plot, drawn
 from t5x_fwdloss.analysis.report.style import PAGE, STYLE
 from t5x_fwdloss.analysis.report.tables import (
@@ -32,7 +32,8 @@ def render(
         results: the finished measurements, with their arrays.
         plots: the plots of each measurement, by its name.
     """
-    sections = [_section(result, plots.get(result.name, ())) for result in results]
+    sections = [training.section(document["training"], document["step"])]
+    sections += [_section(result, plots.get(result.name, ())) for result in results]
     sections += [
         f"<section id='{section_id(entry['name'])}'><h2>{title_of(entry['name'])}</h2>"
         f'<p class="bad">Stopped: '
@@ -60,8 +61,10 @@ def render(
 def _sections(document, results) -> list[tuple[str, str]]:
     failed = [x["name"] for x in document["measurements"] if x["status"] == "failed"]
     names = [result.name for result in results] + failed
+    probed = [(training.SECTION, training.TITLE)] if document["training"] else []
     return [
         ("facts", "What was measured"),
+        *probed,
         *((section_id(name), html.unescape(title_of(name))) for name in names),
         ("checks", "Checks before the measurements"),
         ("environment", "Where it was measured"),
