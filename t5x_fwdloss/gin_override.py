@@ -85,7 +85,8 @@ def trainer_cls_through_wrappers(config):
         bindings[f"{selector}.trainer_cls"] = inner
         inner = wrapper
     bindings[f"{script}.trainer_cls"] = inner
-    return bindings | _initializer(config, script, config[key].get(INITIALIZER))
+    bindings |= _initializer(config, script, config[key].get(INITIALIZER))
+    return bindings | _probe_data(config, config[key].get("train_dataset_cfg"))
 
 
 def _initializer(config, script, users):
@@ -97,6 +98,23 @@ def _initializer(config, script, users):
     users = _users_own(config, users, [selector], "initializer_cls")
     bindings = {f"{script}.{INITIALIZER}": wrapper}
     return bindings | ({f"{selector}.initializer_cls": users} if users else {})
+
+
+def _probe_data(config, training):
+    """Bindings that read the data of a probe like the training's, where nothing is bound."""
+    if _macro(config, "WITH_CURVATURE") is None or not hasattr(
+        training, "configurable"
+    ):
+        return {}
+    selector = training.configurable.selector
+    scope = training.scoped_selector.rpartition("/")[0]
+    bound = config.get(("", selector), {}) | config.get((scope, selector), {})
+    own = {"mixture_or_task_name", *config.get(("probe", selector), {})}
+    return {
+        f"probe/{selector}.{name}": value
+        for name, value in bound.items()
+        if name not in own
+    }
 
 
 def _macro(config, name):

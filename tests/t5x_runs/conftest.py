@@ -198,6 +198,8 @@ def trained(project, stock_run):
             f"--gin_file={jvp}",
             f"--gin_file={CURVATURE}",
             "--gin.CURVATURE_PERIOD=20",
+            "--gin.CURVATURE_EIGENVALUE_PRODUCTS=2",
+            "--gin.PROBE_MIXTURE=%MIXTURE_OR_TASK_NAME",
         ),
     }
 

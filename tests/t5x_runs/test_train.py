@@ -58,6 +58,8 @@ def test_a_probed_run_is_its_run_without_probes_in_every_bit(project, trained):
     slopes = project.losses("probed", "curvature/slope")
     assert list(slopes) == [20, 40]  # of 50 steps
     assert all(slope < 0 for slope in slopes.values())
+    for name in ("cmudict_g2p/slope", "largest_eigenvalue_of_hessian"):
+        assert list(project.losses("probed", f"curvature/{name}")) == [20, 40]
     assert not project.losses("custom_jvp", "curvature/slope")
 
 
@@ -111,6 +113,28 @@ def test_what_cannot_be_probed_is_a_sentence_before_training_begins(project, cas
     assert done.status == 1
     assert sentence in done.log
     assert not list((project.path / f"bad_{case}").glob("checkpoint_*"))
+
+
+def test_the_data_of_a_probe_are_read_like_the_training_s(project):
+    done = project.run(
+        "t5x.main",
+        "--dry_run",
+        *project.train_arguments(
+            "other_data",
+            f"--gin_file={LOSSES}/custom_jvp.gin",
+            f"--gin_file={CURVATURE}",
+            "--gin.PROBE_MIXTURE='cmudict_g2p'",
+        ),
+    )
+    assert done.status == 0, done.log[-3000:]
+    for line in (
+        "probe/utils.DatasetConfig.batch_size = %BATCH_SIZE",
+        "probe/utils.DatasetConfig.task_feature_lengths = %TASK_FEATURE_LENGTHS",
+        "probe/utils.DatasetConfig.split = %PROBE_SPLIT",
+        "probe/utils.DatasetConfig.shuffle = False",
+    ):
+        assert line in done.log
+    assert "probe/utils.DatasetConfig.mixture_or_task_name" not in done.log
 
 
 def test_probes_without_a_training_script_are_a_sentence(project):

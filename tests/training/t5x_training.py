@@ -223,7 +223,7 @@ def main(folder):
     from t5x import trainer as t5x_trainer
 
     stock = trained(trainer(folder / "stock", t5x_trainer.Trainer), MANY_STEPS)
-    ours = trained(trainer(folder / "probed", probed()), MANY_STEPS)
+    ours = trained(trainer(folder / "probed", probed(period=30)), MANY_STEPS)
     in_all = trained(trainer(folder / "in_all", probed_in_all()))
     equal = lambda *trees: jax.tree.leaves(jax.tree.map(np.array_equal, *trees))
     report = {
