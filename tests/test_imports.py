@@ -62,7 +62,7 @@ def test_a_part_imports_what_lies_below_it_only(repository, part):
 
 def test_the_mathematics_of_training_knows_no_host(repository):
     for path in files(repository, "training"):
-        if path.name != "trainer.py":
+        if path.name not in ("trainer.py", "forward_trainer.py", "wrapping.py"):
             for name in imports(path):
                 assert name.split(".")[0] != "t5x", path
                 assert not name.startswith("t5x_fwdloss.models"), path
