@@ -96,7 +96,7 @@ def quantities(
         model: its loss has forward mode.
         eigenvalue_products: Lanczos steps for each largest eigenvalue; 0 for none.
         eigenvalue_matrices: "hessian", "preconditioned_hessian" or both.
-        noise_pieces: pieces of a batch for the gradient noise scale; None for none.
+        noise_pieces: pieces of a batch for the gradient noise scale; None leaves it out.
         mixture: name of the other data, if there are any.
         batch: their batch, measured along the same updates without dropout.
     """

@@ -71,7 +71,7 @@ def with_curvature(
         noise_scale: whether to measure the gradient noise scale, from the microbatches,
             or else from the shards of the data; it takes one reverse pass over the batch.
         probe_mixture: a task or mixture whose first batch is measured along the same
-            updates, without dropout, under its own name; None for none.
+            updates, without dropout, under its own name; None measures no other.
         probe_dataset: called with its `mixture_or_task_name`, gives its configuration.
 
     An invalid setting raises `ValueError`. So does the call of the result, if the model's
