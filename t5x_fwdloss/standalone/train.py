@@ -155,7 +155,7 @@ def train(
         if forward is not None:
             forward.chosen.check(params)
         state = optimizer.init(params if forward is None else forward.pick(params))
-        if False:
+        if initial_checkpoint_path is not None and not first:
             path = str(initial_checkpoint_path)
             params = checkpoints.restore_params(path, params)[1]
         if first:
