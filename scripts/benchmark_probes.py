@@ -71,7 +71,8 @@ def run(folder, pairs):
 
     import t5x_fwdloss.training.trainer as ours
 
-    # As t5x.main does.
+    # As t5x.main does: gin files find the training script in the main module.
+    sys.modules["__main__"].train = train.train
     gin.register(train.train, "__main__")
     root = pathlib.Path(train.__file__).resolve().parent.parent
     bindings = {
@@ -80,7 +81,7 @@ def run(folder, pairs):
         "TRAIN_STEPS": 2 * pairs * PERIOD,
         "train.stats_period": PERIOD,
         "train.eval_period": 2 * pairs * PERIOD,
-        "train.checkpoint_cfg": None,
+        "utils.CheckpointConfig.save": None,
         "train.train_eval_dataset_cfg": None,
     }
     gin_utils.parse_gin_flags(
