@@ -20,6 +20,7 @@ import tempfile
 
 import benchmark_record
 import benchmark_train_step
+import benchmark_training_memory
 import jax
 import jax.numpy as jnp
 
@@ -27,18 +28,7 @@ import jax.numpy as jnp
 FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 CHUNK_LENGTH, MOST = 32, 0.40
-SIZES = {  # of T5Config, from T5X's t5_1_1/base.gin
-    "vocab_size": benchmark_train_step.VOCAB,
-    "dtype": "bfloat16",
-    "emb_dim": 768,
-    "num_heads": 12,
-    "num_encoder_layers": 12,
-    "num_decoder_layers": 12,
-    "head_dim": 64,
-    "mlp_dim": 2048,
-    "mlp_activations": ("gelu", "linear"),
-    "dropout_rate": 0.1,
-}
+SIZES = {**benchmark_training_memory.SIZES["base"], "dropout_rate": 0.1}  # of T5Config
 STOCK, CHUNKED = "T5X's own", "reverse mode, chunked head"
 ALL, FEW = "forward mode, all parameters", "forward mode, norm scales"
 # Whether the head is chunked, and which parameters move by forward mode.
@@ -54,37 +44,14 @@ STEPS = {
 }
 
 
-def make_model(is_chunked, sizes):
-    """T5X's encoder-decoder model, with its own loss or the chunked head."""
-    import seqio
-    from t5x import adafactor, models
-    from t5x.examples.t5 import network
-
-    from t5x_fwdloss.models import with_loss
-
-    vocabulary = seqio.PassThroughVocabulary(benchmark_train_step.VOCAB)
-    model = models.EncoderDecoderModel(
-        network.Transformer(network.T5Config(**sizes)),
-        vocabulary,
-        vocabulary,
-        adafactor.Adafactor(
-            decay_rate=0.8,
-            logical_factor_rules=adafactor.standard_logical_factor_rules(),
-        ),
-        z_loss=1e-4,
-    )
-    if not is_chunked:
-        return model
-    return with_loss(model, loss_impl="custom_jvp", loss_chunk_length=CHUNK_LENGTH)
-
-
 def temporary_bytes(is_chunked, pattern, sizes, num_directions):
     """Temporary memory of the step that the trainer compiles, and what moves in it."""
     from t5x import partitioning, trainer, utils
 
     from t5x_fwdloss.training import forward_trainer
 
-    model = make_model(is_chunked, sizes)
+    choice = ("custom_jvp", CHUNK_LENGTH) if is_chunked else None
+    model = benchmark_train_step.make_model(choice, **sizes)
     trainer_cls, initializer_cls = trainer.Trainer, utils.TrainStateInitializer
     if pattern is not None:
         trainer_cls = forward_trainer.with_forward_gradient(trainer_cls, num_directions)

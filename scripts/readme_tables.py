@@ -1,7 +1,7 @@
-"""Writes the tables of README.md from the JSON files in docs/benchmarks/.
+"""Writes the tables of README.md and docs/*.md from the JSON files in docs/benchmarks/.
 
-    python scripts/readme_tables.py            # writes README.md
-    python scripts/readme_tables.py --check    # fails if README.md says something else
+    python scripts/readme_tables.py            # writes the pages
+    python scripts/readme_tables.py --check    # fails if a page says something else
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function here.
 """
@@ -9,6 +9,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a func
 import json
 import pathlib
 import re
+import statistics
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -110,6 +111,50 @@ def forward_gradient(file: str = "forward_gradient.json") -> str:
     return "\n".join([*lines, "", share])
 
 
+def probe_cost(file: str = "probes_cpu.json") -> str:
+    """What a probe of training costs, in one sentence."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    settings, environment = report["settings"], report["environment"]
+    return (
+        f"With the settings of `{settings['gin_files'][0]}` on {environment['processors']} "
+        f"{environment['device']} cores, probing every {settings['period']} steps cost "
+        f"{100 * report['median_cost']:.1f} % of the time of training (median of "
+        f"{settings['pairs']} pairs of {settings['period']} steps with and without a "
+        f"probe, in one run), and {report['compilation_seconds']:.0f} seconds of "
+        "compilation at the first probe."
+    )
+
+
+def edge_of_stability(file: str = "edge_of_stability.json") -> str:
+    """The sharpness at the start and the end of each run of gradient descent."""
+    runs = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["runs"]
+    heads = [f"learning rate {run['learning_rate']}" for run in runs]
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    largest, mean = "largest_eigenvalue", "largest_eigenvalue_at_mean"
+    rows = {
+        "largest eigenvalue at the start": lambda run, unit: run[largest][0] / unit,
+        "first step at which it is 1 or more": lambda run, unit: next(
+            step
+            for step, found in zip(run["step"], run[largest], strict=True)
+            if found >= unit
+        ),
+        "largest eigenvalue at the steps": lambda run, unit: _end(run[largest]) / unit,
+        "at the mean of two successive steps": lambda run, unit: _end(run[mean]) / unit,
+        "critical sharpness": lambda run, unit: _end(run["critical_sharpness"]) / unit,
+    }
+    for name, value in rows.items():
+        found = [value(run, 2 / run["learning_rate"]) for run in runs]
+        cells = [f"{x:.2f}" if isinstance(x, float) else str(x) for x in found]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _end(numbers):
+    """Median of the last third, without those that were not found."""
+    last = numbers[len(numbers) * 2 // 3 :]
+    return statistics.median(x for x in last if x is not None)
+
+
 def probe_memory(file: str = "training_memory_cpu.json") -> str:
     """Memory of a probe of training and of its parts, beside one gradient's."""
     cases = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["cases"]
@@ -127,6 +172,8 @@ def probe_memory(file: str = "training_memory_cpu.json") -> str:
 
 
 TABLES = {
+    "edge_of_stability": edge_of_stability,
+    "probe_cost": probe_cost,
     "probe_memory": probe_memory,
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
@@ -149,15 +196,18 @@ def rewritten(text: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Exit status of the command line."""
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    new = rewritten(old)
-    if "--check" in arguments:
-        if new != old:
-            print("README.md differs from docs/benchmarks; run this script.")
-        return int(new != old)
-    path.write_text(new, encoding="utf-8")
-    return 0
+    differ = False
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        old = path.read_text(encoding="utf-8")
+        new = rewritten(old)
+        if "--check" not in arguments:
+            path.write_text(new, encoding="utf-8")
+        elif new != old:
+            print(
+                f"{path.relative_to(ROOT)} differs from docs/benchmarks; run this script."
+            )
+            differ = True
+    return int(differ)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import optax
 
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis.objective import normalization
-from t5x_fwdloss.curvature.vectors import trees
+from t5x_fwdloss.curvature.vectors import preconditioning, trees
 from t5x_fwdloss.loss_mixin import LossMixin
 from t5x_fwdloss.training import along_update, probes
 from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, LargestEigenvalues
@@ -26,7 +26,7 @@ class StepProbes:
     def __init__(
         self,
         learning_rate: LearningRate | None,
-        optimizer: optax.GradientTransformation,
+        update: preconditioning.Update,
         period: int | None,
         write: Callable[[int, Mapping[str, float]], None],
         measured: Sequence[Quantity],
@@ -36,14 +36,14 @@ class StepProbes:
         Args:
             learning_rate: the optimizer's, or its schedule; None leaves the sharpness
                 out.
-            optimizer: that of the training.
+            update: the optimizer's, of all parameters.
             period: steps from one probe to the next; None for no probes.
             write: takes a step and its numbers by tag.
             measured: what a probe measures, as `quantities` makes it.
         """
         self._probes = probes.Probes(period, write, measured)
         self.training = self._probes.training
-        self._rate, self._update = learning_rate, optimizer.update
+        self._rate, self._update = learning_rate, update
         self._copy = jax.jit(along_update.copied)
         self._is_compiled = False
         self._kept: tuple[Any, ...] = ()

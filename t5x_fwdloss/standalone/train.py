@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from absl import logging
 from clu import metric_writers
@@ -49,7 +50,6 @@ MACROS = {
     "forward_directions": forward_gradient.DIRECTIONS,
     "forward_distribution": forward_gradient.DISTRIBUTION,
 }
-FORWARD_NEEDS = "A forward gradient needs a loss that has forward mode:"
 
 
 def train(
@@ -124,7 +124,7 @@ def train(
         _check_pieces(noise_pieces, dataset.batch_size)
     forward = None
     if forward_parameters is not None:
-        training_probes.check_forward_mode(model.loss_settings, FORWARD_NEEDS)
+        training_probes.check_forward_mode(model.loss_settings, forward_gradient.NEEDS)
         moving = chosen.Chosen(forward_parameters)
         forward = Forward(moving, forward_directions, forward_distribution)
     eval_batches = data.fixed_batches(dataset, eval_split, num_eval_batches)
@@ -169,8 +169,9 @@ def train(
         files.write_bytes(folder / "config.gin", config_text.encode())
         writer = metric_writers.SummaryWriter(str(folder))
         stack.callback(writer.close)
+        update = optimizer.update if forward is None else forward.update(optimizer)
         step_probes = probing.StepProbes(
-            learning_rate, optimizer, curvature_period, writer.write_scalars, measured
+            learning_rate, update, curvature_period, writer.write_scalars, measured
         )
 
         def report(step, train_metrics):
@@ -216,6 +217,17 @@ class Forward:
     def pick(self, tree: Any) -> Any:
         """The leaves of the parameters that move."""
         return self.chosen.pick(tree)
+
+    def update(self, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+        """The optimizer's update as one of all parameters, of which the others stay."""
+
+        def update(gradient, state, params):
+            found, state = optimizer.update(
+                self.pick(gradient), state, self.pick(params)
+            )
+            return chosen.put(found, jax.tree.map(jnp.zeros_like, params)), state
+
+        return update
 
     def gradient(self, model: StandaloneModel) -> Callable[..., Any]:
         """`(params, batch, key) -> (gradient, metrics)`; the key is that of the step."""

@@ -34,6 +34,8 @@ Distribution = Annotated[str, settings.one_of(*probes.KINDS)]
 # The names that a user binds.
 DIRECTIONS = "FORWARD_GRADIENT_DIRECTIONS"
 DISTRIBUTION = "FORWARD_GRADIENT_DISTRIBUTION"
+# The beginning of a sentence about a loss that has no forward mode.
+NEEDS = "A forward gradient needs a loss that has forward mode:"
 
 
 def with_forward_gradient(

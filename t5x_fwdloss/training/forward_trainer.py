@@ -19,6 +19,7 @@ from t5x_fwdloss.training.chosen import Chosen, put
 from t5x_fwdloss.training.forward_gradient import (
     DIRECTIONS,
     DISTRIBUTION,
+    NEEDS,
     Distribution,
 )
 from t5x_fwdloss.training.forward_gradient import (
@@ -31,7 +32,6 @@ from t5x import optimizers, partitioning, utils
 from t5x import trainer as t5x_trainer
 
 WHO = "Forward gradients take the place of the gradient in T5X's own step"
-NEEDS = "A forward gradient needs a loss that has forward mode:"
 SEED = "FORWARD_GRADIENT_SEED"
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
+from absl import logging
 from jaxtyping import PyTree
 
 from t5x_fwdloss import curvature
@@ -60,13 +61,20 @@ class LargestEigenvalues:
         )
 
     def measure(self, step: ProbedStep) -> dict[str, float]:
-        """`largest_eigenvalue_of_<matrix>`, its `residual_of_...`, and the threshold."""
+        """`largest_eigenvalue_of_<matrix>`, its `residual_of_...`, and the threshold.
+
+        A preconditioner that is not defined is logged, and its numbers are left out.
+        """
         hessian = lambda v: self._product(step.new, step.batch, step.key, v)
         numbers = {}
         for matrix in self._matrices:
             matvec = hessian
             if matrix == PRECONDITIONED:
-                found = step.preconditioner()
+                try:
+                    found = step.preconditioner()
+                except ValueError as error:  # such as a learning rate of zero
+                    logging.error("The preconditioned Hessian is not probed: %s", error)
+                    continue
                 numbers |= threshold(found)
                 root = preconditioning.root(found.diagonal)
                 matvec = curvature.congruent(hessian, root)

@@ -5,13 +5,14 @@ import numpy as np
 import optax
 import pytest
 from flax import traverse_util
+from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.standalone import data
-from t5x_fwdloss.training.chosen import Chosen
+from t5x_fwdloss.training.chosen import Chosen, put
 
 from . import subjects
-from .test_probing import DATASET, SETTINGS, params_at, run
+from .test_probing import DATASET, SETTINGS, params_at, read, run
 
 RATE, DIRECTIONS = 0.1, 2
 FORWARD = {
@@ -66,6 +67,32 @@ def flat(tree):
 def test_a_resumed_run_ends_with_the_same_numbers(runs):
     _, whole, halves = runs
     subjects.assert_same_trees(params_at(whole, 2), params_at(halves, 2))
+
+
+def test_the_preconditioned_hessian_is_that_of_the_parameters_that_move(runs, tmp_path):
+    settings = {**FORWARD, "initial_checkpoint_path": str(runs[0])}
+    run(
+        tmp_path,
+        total_steps=1,
+        curvature_period=1,
+        learning_rate=RATE,
+        eigenvalue_products=25,
+        eigenvalue_matrices=("preconditioned_hessian",),
+        **settings,
+    )
+    new = params_at(tmp_path, 1)
+    batch = next(data.batches(DATASET, "test", shuffle=True, num_epochs=None))
+    key = jax.random.fold_in(jax.random.key(0), 1)
+    model = subjects.model(SETTINGS, dropout_rate=0.1)
+    part, unravel = ravel_pytree(Chosen(".*norm/scale").pick(new))
+    loss = lambda x: model.loss_fn(put(unravel(x), new), batch, key)[0]
+    # Momentum without an average: P is 1 where parameters move, and 0 elsewhere.
+    largest = np.linalg.eigvalsh(jax.jit(jax.hessian(loss))(part))[-1]
+    events = read(tmp_path)
+    found = events["curvature/largest_eigenvalue_of_preconditioned_hessian"][1]
+    assert found == pytest.approx(max(largest, 0), rel=1e-2)
+    threshold = events["curvature/threshold_of_preconditioned_hessian"][1]
+    assert threshold == pytest.approx(3.8 / RATE, rel=1e-3)  # (2 + 2 beta) / eta
 
 
 def test_what_cannot_be_trained_so_is_refused(tmp_path):

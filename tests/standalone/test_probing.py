@@ -53,12 +53,18 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def events(runs):
+    return read(runs[1][0])
+
+
+def read(folder):
     """The numbers of the probes: tag to step to value."""
-    read = EventAccumulator(str(runs[1][0]))
-    read.Reload()
+    found = EventAccumulator(str(folder))
+    found.Reload()
     return {
-        tag: {x.step: float(tf.make_ndarray(x.tensor_proto)) for x in read.Tensors(tag)}
-        for tag in read.Tags()["tensors"]
+        tag: {
+            x.step: float(tf.make_ndarray(x.tensor_proto)) for x in found.Tensors(tag)
+        }
+        for tag in found.Tags()["tensors"]
         if tag.startswith("curvature/")
     }
 

@@ -1,5 +1,7 @@
 """The largest eigenvalue while training, against a dense Hessian in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,16 @@ def test_after_a_nan_the_next_probe_begins_anew(step, dense):
     assert all(np.isnan(x) for x in quantity.measure(broken).values())
     found = quantity.measure(step)["largest_eigenvalue_of_hessian"]
     assert found == pytest.approx(np.linalg.eigvalsh(dense)[-1], rel=1e-10)
+
+
+def test_a_preconditioner_that_is_not_defined_stops_nothing(step, caplog):
+    def none():
+        raise ValueError("the learning rate is zero")
+
+    without = dataclasses.replace(step, preconditioner=none)
+    found = probe(BOTH, 3).measure(without)
+    assert set(found) == {"largest_eigenvalue_of_hessian", "residual_of_hessian"}
+    assert "not probed: the learning rate is zero" in caplog.text
 
 
 @pytest.mark.parametrize(
