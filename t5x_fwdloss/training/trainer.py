@@ -5,6 +5,7 @@ step trains, untouched: on probed steps it is called between a copy of the old
 parameters and a probe. So training's numbers stay the trainer's, bit for bit.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -25,8 +26,11 @@ from t5x import partitioning, utils
 from t5x import trainer as t5x_trainer
 
 from t5x_fwdloss.analysis.objective import normalization
+from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.curvature.vectors import trees
 from t5x_fwdloss.t5x_host import dataset, optimizer
+from t5x_fwdloss.training.chosen import put
+from t5x_fwdloss.training.forward_trainer import ChosenParameters
 from t5x_fwdloss.training.largest_eigenvalue import HESSIAN, LargestEigenvalues, Matrix
 from t5x_fwdloss.training.noise_scale import NoiseScale
 from t5x_fwdloss.training.quantity import ProbedStep, Quantity
@@ -192,7 +196,7 @@ class _ProbedTraining:
         old, step = self._copy(state.params, state.step)
         new, metrics = run(state, batch)
         rate = _learning_rate(metrics)
-        preconditioner = lambda: optimizer.of_t5x(new._optimizer, rate)
+        preconditioner = lambda: preconditioner_of(new._optimizer, rate)
         self._probes.run(
             self._done,
             ProbedStep(old, new.params, batch, step, rate, preconditioner),
@@ -201,6 +205,18 @@ class _ProbedTraining:
 
     def _write(self, step, numbers):
         self._trainer.train_metrics_manager.write_scalars(step, numbers)
+
+
+def preconditioner_of(found: Any, learning_rate: float | None) -> Preconditioner:
+    """That of a `t5x.optimizers.Optimizer`; 0 where it does not move the parameters."""
+    definition = found.optimizer_def
+    if not isinstance(definition, ChosenParameters):
+        return optimizer.of_t5x(found, learning_rate)
+    moving = definition.chosen.pick(found.target)
+    part = type(found)(definition.inner, found.state, moving)
+    of_part = optimizer.of_t5x(part, learning_rate)
+    diagonal = put(of_part.diagonal, trees.zeros_like(found.target))
+    return dataclasses.replace(of_part, diagonal=diagonal)
 
 
 def step_loss(trainer: Any, params: Any, batch: Any, step: Any) -> Any:

@@ -1,10 +1,13 @@
 """T5X's trainer by forward gradients: its steps from T5X's own gradients, and refusals."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
+from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.curvature.vectors import probes, trees
 from training import t5x_training as training
@@ -103,6 +106,62 @@ def test_the_optimizer_has_a_state_for_the_chosen_parameters_alone(steps):
     assert len(states) == 7  # of 3 + 4 norms
     assert all(path.endswith("norm/scale") for path in states)
     assert len(flat(first.state_dict()["target"])) == len(flat(first.params)) > 20
+
+
+def test_the_preconditioned_hessian_is_that_of_the_parameters_that_move(tmp_path):
+    from t5x import models
+    from t5x import trainer as t5x_trainer
+
+    from t5x_fwdloss.training.chosen import put
+
+    build = training.probed(
+        training.forward(),
+        period=2,
+        eigenvalue_products=40,
+        eigenvalue_matrices=("preconditioned_hessian",),
+    )
+    ours = training.trainer(tmp_path / "ours", build, pattern=NORMS)
+    after = training.trained(ours, steps=2)[-1]
+    of_model = training.model(cls=models.EncoderDecoderModel)
+    stock = training.trainer(
+        tmp_path / "stock", t5x_trainer.Trainer, of_model, pattern=NORMS
+    )
+    stock.close()
+    pick = stock.train_state._optimizer.optimizer_def.chosen.pick
+    part, unravel = ravel_pytree(pick(after.params))
+    batch = list(itertools.islice(training.batches(), 2))[-1]
+
+    def gradient(x):
+        grads, *_ = t5x_trainer.accumulate_grads_microbatched(
+            stock._model,
+            stock.train_state.replace_params(put(unravel(x), after.params)),
+            batch,
+            stock._get_step_rng(1),
+            stock._num_microbatches,
+        )
+        return ravel_pytree(pick(grads))[0]
+
+    hessian = jax.jit(jax.jacfwd(gradient))(part)
+    # Adafactor's step along a small gradient, at its third step: a norm scale is a
+    # vector, so its second moments are not factored, and decay by 1 - 3 ** -0.8.
+    roots = [
+        np.full_like(x, max(np.sqrt(np.mean(np.square(x))), 1e-3))
+        / np.sqrt((1 - 3**-0.8) * state.v)
+        for x, state in zip(
+            jax.tree.leaves(pick(after.params)),
+            jax.tree.leaves(after.param_states, is_leaf=lambda x: hasattr(x, "v_row")),
+            strict=True,
+        )
+    ]
+    root = np.sqrt(np.concatenate(roots))
+    largest = np.linalg.eigvalsh(root[:, None] * hessian * root)[-1]
+    events = training.events(tmp_path / "ours")
+    name = "preconditioned_hessian"
+    found = events[f"curvature/largest_eigenvalue_of_{name}"][2]
+    assert largest > 0
+    assert found == pytest.approx(largest, rel=1e-3)
+    threshold = events[f"curvature/threshold_of_{name}"][2]
+    assert threshold == pytest.approx(2 / training.rate(1), rel=1e-5)
 
 
 @pytest.mark.parametrize("setting", ["num_directions", "seed", "distribution"])
