@@ -109,12 +109,23 @@ def test_the_numbers_are_those_of_reverse_mode_between_two_checkpoints(runs, eve
             "actual_change": float(after - before),
             "directional_sharpness": -curvature / (rate * slope),
         }
+        if slope < 0 < curvature:
+            expected["multiple_of_least_loss"] = -slope / curvature
+            expected["multiple_of_return"] = -2 * slope / curvature
         got = {name: events[f"curvature/{name}"][step] for name in expected}
         assert got == pytest.approx(expected, rel=1e-4)
         critical = events["curvature/critical_multiple"][step]
         assert events["curvature/critical_sharpness"][step] == pytest.approx(
             2 / (rate * critical)
         )
+        # Found to 10 %: the loss is back at its first value between the two.
+        along = lambda m, a=old, d=update: jax.tree.map(lambda x, y: x + m * y, a, d)
+        below, above = (
+            float(measured(along(m * critical), new, update, batch, key)[0])
+            for m in (1 / 1.1, 1.1)
+        )
+        assert below < before < above
+        assert 3 <= events["curvature/forward_passes"][step] <= 10
     assert list(events["curvature/probe_seconds"]) == [3, 6]
 
 
