@@ -32,6 +32,10 @@ from t5x_fwdloss.curvature.estimators.smoothing import zero_level as zero_level
 from t5x_fwdloss.curvature.estimators.xtrace import XtraceState as XtraceState
 from t5x_fwdloss.curvature.estimators.xtrace import xtrace as xtrace
 from t5x_fwdloss.curvature.krylov.basis import Basis as Basis
+from t5x_fwdloss.curvature.krylov.conjugate_gradients import CgState as CgState
+from t5x_fwdloss.curvature.krylov.conjugate_gradients import (
+    conjugate_gradients as conjugate_gradients,
+)
 from t5x_fwdloss.curvature.krylov.eigenpairs import eigenpairs as eigenpairs
 from t5x_fwdloss.curvature.krylov.eigenpairs_state import (
     EigenpairsResult as EigenpairsResult,

@@ -50,6 +50,9 @@ WITH_SIGNS = ("hessian", "gauss_newton", "fisher", "empirical_fisher")
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
 # Added to the Hessian, it leaves a small negative eigenvalue below a large spectrum.
 SHIFT, TOLERANCE_OF_SHIFTED = 49.0, 0.05
+# Above minus the smallest eigenvalue of the Hessian, for Newton steps.
+NEWTON_DAMPING = {"hessian": 75.0, "gauss_newton": 0.7}
+NEWTON_VARIANTS = ("whole", "group", "preconditioned")
 # Pairs wanted at each end of the block with a null space, which the asked places reach.
 ENDS = {"hessian": (6, 2), "gauss_newton": (1, 3)}
 
@@ -200,6 +203,24 @@ def ends(matrix):
     return found
 
 
+def newton_steps(matrix):
+    """Damped Newton steps, by layer or of one group; one of them is not finished."""
+    found = [
+        analysis.NewtonStep(
+            name=f"newton_step-{matrix}-{variant}",
+            matrix=matrix,
+            tolerance=1e-4,
+            max_steps=200,
+            **VARIANTS[variant] | {"damping": NEWTON_DAMPING[matrix]},
+        )
+        for variant in NEWTON_VARIANTS
+    ]
+    if matrix == "hessian":
+        small = {"damping": 1.0, "groups": {}}
+        found.append(analysis.NewtonStep(name="newton_step_of_negative", **small))
+    return found
+
+
 MAKE = {
     "trace": traces,
     "eigenpairs": eigenpairs,
@@ -249,6 +270,8 @@ def kept_run():
             found.append(signs(matrix))
         if matrix in ENDS:
             found += ends(matrix)
+        if matrix in NEWTON_DAMPING:
+            found += newton_steps(matrix)
         if matrix == "hessian":
             found += directions()
     return found
