@@ -3,18 +3,26 @@
 from t5x_fwdloss.analysis.measurements.comparison import (
     LossComparison as LossComparison,
 )
-from t5x_fwdloss.analysis.measurements.density import SpectralDensity as SpectralDensity
-from t5x_fwdloss.analysis.measurements.diagonal import Diagonal as Diagonal
 from t5x_fwdloss.analysis.measurements.directions import (
     DirectionalDerivatives as DirectionalDerivatives,
 )
-from t5x_fwdloss.analysis.measurements.eigenpairs import Eigenpairs as Eigenpairs
-from t5x_fwdloss.analysis.measurements.groups import GroupTraces as GroupTraces
-from t5x_fwdloss.analysis.measurements.newton_step import NewtonStep as NewtonStep
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,
 )
-from t5x_fwdloss.analysis.measurements.trace import Trace as Trace
+from t5x_fwdloss.analysis.measurements.of_matrix.density import (
+    SpectralDensity as SpectralDensity,
+)
+from t5x_fwdloss.analysis.measurements.of_matrix.diagonal import Diagonal as Diagonal
+from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import (
+    Eigenpairs as Eigenpairs,
+)
+from t5x_fwdloss.analysis.measurements.of_matrix.groups import (
+    GroupTraces as GroupTraces,
+)
+from t5x_fwdloss.analysis.measurements.of_matrix.newton_step import (
+    NewtonStep as NewtonStep,
+)
+from t5x_fwdloss.analysis.measurements.of_matrix.trace import Trace as Trace
 from t5x_fwdloss.analysis.objective.finite import (
     NonFiniteLossError as NonFiniteLossError,
 )

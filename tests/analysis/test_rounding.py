@@ -15,6 +15,7 @@ from t5x_fwdloss.analysis import (
     Eigenpairs,
     GroupTraces,
     HostInfo,
+    NewtonStep,
     Objective,
     SpectralDensity,
     Trace,
@@ -60,6 +61,7 @@ def measurements():
         SpectralDensity(num_probes=2, num_steps=8),
         GroupTraces(groups=GROUPS, **few),
         Diagonal(**few),
+        NewtonStep(matrix="gauss_newton", damping=2.0, groups={}),
     ]
 
 
@@ -137,6 +139,9 @@ ALSO = [
     ("hessian_diagonal", "trace"),
     ("hessian_diagonal", "token_embedder.embedding/largest"),
     ("hessian_diagonal", "token_embedder.embedding/smallest"),
+    ("gauss_newton_newton_step", "predicted_decrease"),
+    ("gauss_newton_newton_step", "true_decrease"),
+    ("gauss_newton_newton_step", "decrease_ratio"),
 ]
 
 

@@ -19,6 +19,8 @@ from t5x_fwdloss.analysis import (
     Eigenpairs,
     GroupTraces,
     LossComparison,
+    NewtonStep,
+    SpectralDensity,
     Trace,
     settings,
 )
@@ -44,6 +46,7 @@ OTHERS = {
     "eigenvectors_of": [5, "", True, ["x"]],
     "checkpoints": ["/x", 5, [5], [""], [None], None, {"/x": 1}],
     "implementations": ["custom_jvp", ["custom_jpv"], [5], None, 5],
+    "effective_dimension_at": [0.1, "0.1", ["x"], [0], [-1.0], [math.nan], None],
     "chunk_lengths": [8, "8", ["8"], [0], [8.5], [True], None],
 }
 OUT_OF_RANGE = {
@@ -119,6 +122,11 @@ SENTENCES = {
         {"num_probes": 2**31},
         "Trace.num_probes must be a whole number of at most 2147483647: "
         "got 2147483648.",
+    ),
+    "no damping": (
+        NewtonStep,
+        {"damping": 0.0},
+        "NewtonStep.damping must be a finite number above 0: got 0.0.",
     ),
     "no fraction": (
         Eigenpairs,
@@ -208,3 +216,14 @@ def test_a_run_checks_its_own_arguments(name, value, monkeypatch):
     arguments = {"measurements": [Trace()], "output_dir": "/nowhere"}
     with pytest.raises(ValueError, match=f"^{name} must be .*: got "):
         run(runs.objective(), None, **arguments | {name: value})
+
+
+def test_the_hessian_has_no_effective_dimension():
+    SpectralDensity(matrix="fisher", effective_dimension_at=(0.1,)).check_settings(())
+    SpectralDensity().check_settings(())
+    with pytest.raises(
+        ValueError,
+        match="effective_dimension_at needs a matrix without negative eigenvalues, one "
+        "of gauss_newton, fisher, .*: got matrix='hessian'",
+    ):
+        SpectralDensity(effective_dimension_at=(0.1,)).check_settings(())

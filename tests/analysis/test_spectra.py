@@ -18,7 +18,7 @@ from t5x_fwdloss.analysis import (
     SpectralDensity,
     settings,
 )
-from t5x_fwdloss.analysis.measurements.density import spectral_samples
+from t5x_fwdloss.analysis.measurements.of_matrix.density import spectral_samples
 from t5x_fwdloss.analysis.store import saved_state
 
 from . import runs, tiny_t5, toy

@@ -50,6 +50,8 @@ WITH_SIGNS = ("hessian", "gauss_newton", "fisher", "empirical_fisher")
 TOLERANCE = 3e-4  # of eigenpairs: what float32 leaves even of the small ones
 # Added to the Hessian, it leaves a small negative eigenvalue below a large spectrum.
 SHIFT, TOLERANCE_OF_SHIFTED = 49.0, 0.05
+# Of the densities of matrices without negative eigenvalues.
+DAMPINGS = (0.03, 2.0)
 # Above minus the smallest eigenvalue of the Hessian, for Newton steps.
 NEWTON_DAMPING = {"hessian": 75.0, "gauss_newton": 0.7}
 NEWTON_VARIANTS = ("whole", "group", "preconditioned")
@@ -161,6 +163,7 @@ def densities(matrix, variants, _):
             variant,
             num_probes=NUM_PROBES["density"],
             num_steps=NUM_STEPS,
+            effective_dimension_at=() if matrix == "hessian" else DAMPINGS,
             **VARIANTS[variant],
         )
         for variant in variants
@@ -280,6 +283,11 @@ def kept_run():
 def fresh_run():
     """Every quantity, plain and with all settings, each product differentiated anew."""
     return [x for matrix in dense.MATRICES for x in all_of(matrix, fresh=True)]
+
+
+NAMES_OF_DENSITIES = [
+    cell.name for cell in kept_run() if cell.name.startswith("density-")
+]
 
 
 def table(quantity, *labels):

@@ -12,6 +12,7 @@ import scipy.stats
 from etils import epath
 
 from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.curvature.estimators import damped_sums
 from t5x_fwdloss.curvature.vectors import probes
 
 from . import cells, dense, estimators
@@ -242,6 +243,50 @@ def check_signs(entry, quadratures):
         error = parts.std(ddof=1) / np.sqrt(len(parts))
         assert number["error"] == pytest.approx(error, abs=unsure)
         assert number["unit"] == "1"
+
+
+WITHOUT_NEGATIVE = [name for name in cells.NAMES_OF_DENSITIES if "hessian" not in name]
+FUNCTIONS = {
+    "effective_dimension": lambda x, a: x / (x + a),
+    "log_determinant": lambda x, a: np.log(x + a),
+}
+
+
+@pytest.mark.parametrize("damping", cells.DAMPINGS)
+@pytest.mark.parametrize("quantity", FUNCTIONS)
+@pytest.mark.parametrize("name", WITHOUT_NEGATIVE)
+def test_effective_dimensions_and_determinants(kept, truth, name, quantity, damping):
+    _, matrix, (variant,) = parts(name)
+    entry, inside = kept[name], cells.in_group(variant)
+    label, low = f"{quantity}_at_{damping:g}", cells.VARIANTS[variant].get("damping", 0)
+    if damping < -low:
+        assert label not in entry.found["results"]
+        assert any(x.startswith(f"{label} is left out") for x in entry.found["notes"])
+        return
+    function = lambda x: FUNCTIONS[quantity](x, damping)
+    true = cells.true_matrix(truth.matrices[matrix], variant)[np.ix_(inside, inside)]
+    values, vectors = np.linalg.eigh(true)
+    values = np.maximum(values, low)
+    z = density_draws(name, variant)[inside]
+    exact = ((vectors.T @ z) ** 2 * function(values)[:, None]).sum(axis=0).mean()
+    level, sums = entry.value("zero_level"), []
+    for nodes, weights in zip(
+        entry.arrays["nodes"], entry.arrays["weights"], strict=True
+    ):
+        fixed, shares = damped_sums.radau(nodes, weights, min(low - level, nodes[0]))
+        sums.append((weights @ function(nodes), shares @ function(fixed)))
+    above, below = inside.sum() * np.array(sums).T
+    middle, gap = (above + below) / 2, (above - below).mean() / 2
+    number = entry.number(label)
+    error = middle.std(ddof=1) / np.sqrt(len(middle))
+    assert number["value"] == pytest.approx(middle.mean(), rel=1e-9)
+    assert number["error"] == pytest.approx(error + gap, rel=1e-9)
+    # What float32 leaves of the eigenvalues.
+    tolerance = level * inside.sum() / (damping + low)
+    assert number["value"] == pytest.approx(exact, abs=gap + tolerance)
+    assert number["unit"] == "1"
+    assert number["count"] == len(middle)
+    assert number["converged"] == (gap <= max(error, 0.01 * abs(middle.mean())))
 
 
 def group_names(variant):

@@ -15,7 +15,7 @@ and one or two products for each $x_k$.
 
 An effect of rounding that is common to all draws does not show in their scatter. Where
 it matters, at the ends of a spectrum, $x$ is a whole product instead and the error is
-the norm of its change, with $c = 1.5$ (see `measurements/eigenpairs.py`).
+the norm of its change, with $c = 1.5$ (see `measurements/of_matrix/eigenpairs.py`).
 
 References:
   Parker 1997, Monte Carlo arithmetic: exploiting randomness in floating-point

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import (
     NORM_FACTOR,
     NUM_DRAWS,

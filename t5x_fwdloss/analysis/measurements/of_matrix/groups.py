@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import ProbedMeasurement
-from t5x_fwdloss.analysis.measurements.trace import skewness_notes
+from t5x_fwdloss.analysis.measurements.of_matrix.matrix import ProbedMeasurement
+from t5x_fwdloss.analysis.measurements.of_matrix.trace import skewness_notes
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES

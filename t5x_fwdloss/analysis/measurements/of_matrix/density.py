@@ -9,18 +9,19 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
+from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
     MeasurementResult,
     Number,
 )
+from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.curvature.estimators import smoothing
+from t5x_fwdloss.curvature.estimators import damped_sums, smoothing
 from t5x_fwdloss.curvature.estimators.slq import (
     SlqState,
     SpectralSamples,
@@ -30,6 +31,9 @@ from t5x_fwdloss.curvature.estimators.slq import (
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 OVER_PROBES = f"{STANDARD_ERROR}, over probes"
+WITH_GAP = f"{OVER_PROBES}, plus half the distance of Gauss and Gauss-Radau quadratures"
+# A gap below this fraction of a sum does not call for more steps.
+SMALL_GAP = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +51,20 @@ class SpectralDensity(MatrixMeasurement):
     smallest node. Errors are standard errors over probes, without the error of too few
     steps: an eigenvalue gets the sign of the node that stands for it.
 
+    For each $a$ in `effective_dimension_at`: `effective_dimension_at_<a>`, the sum over
+    eigenvalues of λ / (λ + a), and `log_determinant_at_<a>`, that of log(λ + a) with λ
+    and a in the unit of the matrix. Their errors bound the error of too few steps, too,
+    and they are not converged where that is the larger part and above one percent; the
+    rounding of a network narrower than float32 is in them as far as `zero_level`.
+
     Attributes:
         num_probes: number of random probes; the band of the density is over them.
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
         save_every: steps between two saved states; a preempted run resumes from there.
+        effective_dimension_at: dampings $a$ above 0; of any matrix but the Hessian,
+            which has negative eigenvalues.
     """
 
     num_probes: settings.Positive = 4
@@ -60,6 +72,24 @@ class SpectralDensity(MatrixMeasurement):
     kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
     save_every: settings.Positive = 20
+    effective_dimension_at: Sequence[settings.Above] = ()
+
+    def check_settings(self, earlier: Sequence[Measurement]) -> None:
+        """Check that the matrix has an effective dimension, if one is wanted.
+
+        Args:
+            earlier: the measurements before this one.
+
+        Raises:
+            ValueError: the matrix is the Hessian.
+        """
+        super().check_settings(earlier)
+        if self.effective_dimension_at and self.matrix == "hessian":
+            others = ", ".join(name for name in matrices.WORDS if name != "hessian")
+            raise ValueError(
+                "SpectralDensity.effective_dimension_at needs a matrix without negative "
+                f"eigenvalues, one of {others}: got matrix='hessian'."
+            )
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos probe by probe, from the saved state if there is one."""
@@ -92,7 +122,9 @@ class SpectralDensity(MatrixMeasurement):
         level = smoothing.zero_level(samples, trees.epsilon(like), noise)
         numbers = self._numbers(context, samples, level)
         numbers = context.rounding.include(numbers, at)
-        notes = context.rounding.notes + self.optimizer_notes(context)
+        sums, left_out = self._damped_sums(samples, level)
+        numbers |= sums
+        notes = context.rounding.notes + self.optimizer_notes(context) + left_out
         return result(self, numbers, arrays=_arrays(samples), notes=notes)
 
     def plots(self) -> Sequence[Plot]:
@@ -130,6 +162,32 @@ class SpectralDensity(MatrixMeasurement):
                 float(nodes.min()), unit, None, INSIDE, count=count
             ),
         }
+
+    def _damped_sums(self, samples, level) -> tuple[dict[str, Number], tuple[str, ...]]:
+        """The sums at each damping, and notes on those that are left out."""
+        sums = {
+            "effective_dimension": damped_sums.effective_dimension,
+            "log_determinant": damped_sums.log_determinant,
+        }
+        numbers, notes = {}, []
+        for damping in self.effective_dimension_at:
+            for name, estimate in sums.items():
+                label = f"{name}_at_{damping:g}"
+                try:
+                    found = estimate(samples, damping, level=level, low=self.damping)
+                except ValueError as error:
+                    notes.append(f"{label} is left out: {error}")
+                    continue
+                small = SMALL_GAP * abs(found.value)
+                numbers[label] = Number(
+                    found.value,
+                    "1",
+                    found.standard_error + found.half_gap,
+                    WITH_GAP,
+                    converged=found.half_gap <= max(found.standard_error, small),
+                    count=samples.num_probes,
+                )
+        return numbers, tuple(notes)
 
 
 def _arrays(samples) -> dict[str, np.ndarray]:

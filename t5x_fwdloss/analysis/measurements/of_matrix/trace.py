@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES

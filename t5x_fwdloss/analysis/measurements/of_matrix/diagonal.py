@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
-from t5x_fwdloss.analysis.measurements.groups import by_layer, labels_of
-from t5x_fwdloss.analysis.measurements.matrix import ProbedMeasurement
+from t5x_fwdloss.analysis.measurements.of_matrix.groups import by_layer, labels_of
+from t5x_fwdloss.analysis.measurements.of_matrix.matrix import ProbedMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import kind_with_rounding, with_rounding
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,

@@ -1,0 +1,1 @@
+"""Measurements of a matrix: its spectrum, its traces, its diagonal, its Newton step."""
