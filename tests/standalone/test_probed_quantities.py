@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse.linalg
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss import tasks
+from t5x_fwdloss import curvature, tasks
 from t5x_fwdloss.analysis import optimizer
 from t5x_fwdloss.standalone import checkpoints, data
 
@@ -136,6 +136,48 @@ def test_the_noise_scale_is_that_of_the_pieces(folder, events, step):
         expected = variance / square
         found = events["curvature/noise_scale_in_sequences"].get(step)
         assert found == (pytest.approx(expected, rel=2e-3) if square > 0 else None)
+    if (scale := events["curvature/noise_scale_in_sequences"].get(step)) is not None:
+        weights = np.asarray(batch["decoder_loss_weights"])
+        tokens = weights.sum() / weights.any(axis=1).sum()
+        got = events["curvature/noise_scale_in_tokens"][step]
+        assert got == pytest.approx(scale * tokens, rel=1e-6)
+
+
+def test_few_products_give_the_ritz_value_of_their_space_with_its_residual(tmp_path):
+    run(
+        tmp_path,
+        model=model(),
+        optimizer=OPTIMIZER,
+        total_steps=1,
+        curvature_period=1,
+        eigenvalue_products=3,
+    )
+    params, (batch, key) = params_at(tmp_path, 1), given(1)
+
+    @jax.jit
+    def product(v):
+        gradient = jax.grad(lambda params: loss(params, batch, key))
+        return jax.jvp(gradient, (params,), (v,))[1]
+
+    flat = lambda tree: np.float64(ravel_pytree(tree)[0])
+    # The first probe of a run begins at this vector.
+    found = [curvature.random_like(0, params, "normal")]
+    for _ in range(3):
+        found.append(product(found[-1]))
+    basis, _ = np.linalg.qr(
+        np.stack([flat(v) / np.linalg.norm(flat(v)) for v in found]).T
+    )
+    unravel = ravel_pytree(params)[1]
+    images = np.stack([flat(product(unravel(np.float32(v)))) for v in basis.T[:3]]).T
+    values, vectors = np.linalg.eigh(basis[:, :3].T @ images)
+    residual = images @ vectors[:, -1] - values[-1] * (basis[:, :3] @ vectors[:, -1])
+    events = read(tmp_path)
+    got = [
+        events[f"curvature/{x}_of_hessian"][1]
+        for x in ("largest_eigenvalue", "residual")
+    ]
+    assert got == pytest.approx([values[-1], np.linalg.norm(residual)], rel=1e-2)
+    assert np.linalg.norm(residual) > 0.02 * values[-1]
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -93,6 +93,18 @@ def test_a_few_products_suffice_from_the_last_eigenvector_on(step, dense):
     assert residuals[-1] < 0.2 * residuals[0]
 
 
+def test_each_matrix_begins_at_its_own_eigenvector(step, diagonal):
+    # Eigenvectors far from each other, so that the other one's is a bad start.
+    found = Preconditioner(jax.tree.map(lambda x: x**8, diagonal), "Adam", 0.1)
+    step = dataclasses.replace(step, preconditioner=lambda: found)
+    together, alone = probe(BOTH, 3), [probe([matrix], 3) for matrix in BOTH]
+    for _ in range(4):
+        got, apart = together.measure(step), {}
+        for quantity in alone:
+            apart |= quantity.measure(step)
+        assert got == pytest.approx(apart, rel=1e-9)
+
+
 def test_the_residual_is_that_of_the_vector_that_is_kept(step, dense):
     product = jax.jit(lambda v: dense @ v)
     start = jnp.asarray(np.random.default_rng(1).normal(size=len(dense)))

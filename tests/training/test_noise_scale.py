@@ -67,6 +67,19 @@ def test_one_probe_gives_the_estimates_of_two_batch_sizes():
     )
 
 
+def test_a_sequence_of_padding_does_not_count():
+    batch = batch_of(0)
+    mask = batch["decoder_loss_weights"] & (jnp.arange(SEQUENCES) > 0)[:, None]
+    full, found = (
+        prepared().measure(step(x))
+        for x in (batch, batch | {"decoder_loss_weights": mask})
+    )
+    variance = full["gradient_variance"] * (SEQUENCES - 1) / SEQUENCES
+    assert found["gradient_variance"] == pytest.approx(variance)
+    tokens = found["noise_scale_in_tokens"]
+    assert tokens == pytest.approx(3 * found["noise_scale_in_sequences"])
+
+
 def test_the_scale_is_the_ratio_of_running_averages():
     quantity, found = prepared(), []
     for seed in range(3):

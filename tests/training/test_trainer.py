@@ -188,6 +188,13 @@ def test_the_noise_scale_is_that_of_the_microbatches(events, runs, stock, step):
     )
     got = events["curvature/squared_gradient"][step]
     assert got == pytest.approx(unbiased, rel=1e-3, abs=1e-3 * whole)
+    if step == 3:  # no average before it
+        assert unbiased > 0.01 * whole
+        scale = events["curvature/noise_scale_in_sequences"][step]
+        assert scale == pytest.approx(variance / unbiased, rel=1e-2)
+        tokens = batch["decoder_loss_weights"].sum() / 8
+        got = events["curvature/noise_scale_in_tokens"][step]
+        assert got == pytest.approx(scale * tokens, rel=1e-6)
 
 
 @pytest.mark.parametrize("step", [3, 6])
