@@ -16,6 +16,9 @@ from t5x_fwdloss.analysis.measurements.of_matrix.diagonal import Diagonal as Dia
 from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import (
     Eigenpairs as Eigenpairs,
 )
+from t5x_fwdloss.analysis.measurements.of_matrix.group_densities import (
+    GroupDensities as GroupDensities,
+)
 from t5x_fwdloss.analysis.measurements.of_matrix.groups import (
     GroupTraces as GroupTraces,
 )

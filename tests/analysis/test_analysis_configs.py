@@ -16,6 +16,7 @@ QUANTITIES = {
     "GroupTraces": "group_traces",
     "Diagonal": "diagonal",
     "NewtonStep": "newton_step",
+    "GroupDensities": "group_densities",
 }
 
 

@@ -19,6 +19,7 @@ from t5x_fwdloss.analysis import (
     Diagonal,
     Eigenpairs,
     GradientNoiseScale,
+    GroupDensities,
     GroupTraces,
     NewtonStep,
     SpectralDensity,
@@ -124,6 +125,7 @@ MEASUREMENTS = {
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
     "noise_scale": GradientNoiseScale(),
+    "group_densities": GroupDensities(num_probes=2, num_steps=2, save_every=3),
     "newton": NewtonStep(max_steps=5, save_every=2, tolerance=1e-6),
 }
 

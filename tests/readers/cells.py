@@ -224,6 +224,23 @@ def newton_steps(matrix):
     return found
 
 
+def group_densities():
+    """By layer, of two matrices; with another width, of two groups inside of one."""
+    few = {"num_probes": 3, "num_steps": NUM_STEPS}
+    return [
+        analysis.GroupDensities(name="group_densities-hessian", **few),
+        analysis.GroupDensities(
+            name="group_densities-gauss_newton",
+            matrix="gauss_newton",
+            group="decoder/.*",
+            groups={"norms": ".*norm/scale", "attention": ".*attention/.*"},
+            width=0.5,
+            preconditioned=True,
+            **few,
+        ),
+    ]
+
+
 MAKE = {
     "trace": traces,
     "eigenpairs": eigenpairs,
@@ -276,7 +293,7 @@ def kept_run():
         if matrix in NEWTON_DAMPING:
             found += newton_steps(matrix)
         if matrix == "hessian":
-            found += directions()
+            found += directions() + group_densities()
     return found
 
 

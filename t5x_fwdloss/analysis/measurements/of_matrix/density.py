@@ -125,7 +125,7 @@ class SpectralDensity(MatrixMeasurement):
         sums, left_out = self._damped_sums(samples, level)
         numbers |= sums
         notes = context.rounding.notes + self.optimizer_notes(context) + left_out
-        return result(self, numbers, arrays=_arrays(samples), notes=notes)
+        return result(self, numbers, arrays=arrays_of(samples), notes=notes)
 
     def plots(self) -> Sequence[Plot]:
         """The smoothed density."""
@@ -190,7 +190,8 @@ class SpectralDensity(MatrixMeasurement):
         return numbers, tuple(notes)
 
 
-def _arrays(samples) -> dict[str, np.ndarray]:
+def arrays_of(samples: SpectralSamples) -> dict[str, np.ndarray]:
+    """The nodes, weights and dimension of a quadrature, as they are stored."""
     # Probes that end early have fewer nodes: padded with NaN.
     width = max(len(nodes) for nodes in samples.nodes)
 
