@@ -49,7 +49,7 @@ quickstart: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2
-	$(BIN)/python scripts/check_readme.py README.md
+	$(BIN)/python scripts/check_readme.py README.md docs/*.md
 	$(BIN)/python scripts/readme_tables.py --check
 
 # T5 without its requirements, which are nightly builds of SeqIO and TFDS; without the

@@ -1,6 +1,6 @@
-"""Checks README.md: doctests pass, links and files exist, make targets and macros too.
+"""Checks pages: doctests pass, links and files exist, make targets and macros too.
 
-python scripts/check_readme.py README.md
+python scripts/check_readme.py README.md docs/*.md
 """
 
 import doctest
@@ -21,7 +21,7 @@ def problems(path: pathlib.Path) -> list[str]:
         if code and not re.search(rf"^{target}:", makefile, re.M):
             found.append(f"'make {target}' is not a target of the Makefile")
     for link in re.findall(r"\]\(([^)#\s]+)\)", text):
-        if "://" not in link and not (ROOT / link).exists():
+        if "://" not in link and not (path.parent / link).exists():
             found.append(f"the link {link} leads nowhere")
     for name in sorted(set(re.findall(r"t5x_fwdloss/configs/([\w/]+\.gin)", text))):
         if not (ROOT / "configs" / name).exists():
