@@ -66,7 +66,7 @@ test-bucket: setup
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	$(BIN)/codespell $(SOURCES) README.md CHANGELOG.md Makefile
+	$(BIN)/codespell $(SOURCES) docs README.md CHANGELOG.md Makefile
 	$(BIN)/basedpyright --level error
 
 format: setup
