@@ -10,6 +10,7 @@ from t5x_fwdloss.analysis.measurements.directions import (
 )
 from t5x_fwdloss.analysis.measurements.eigenpairs import Eigenpairs as Eigenpairs
 from t5x_fwdloss.analysis.measurements.groups import GroupTraces as GroupTraces
+from t5x_fwdloss.analysis.measurements.landscape import Landscape as Landscape
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,
 )

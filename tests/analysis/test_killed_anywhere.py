@@ -141,8 +141,10 @@ def measured(measurement, objective, path):
     )
     found = measurement.run(context)
     arrays = {name: np.asarray(x).tolist() for name, x in found.arrays.items()}
-    leaves_vectors = measurement.num_vectors
-    vectors = context.saved_vectors(measurement.name) if leaves_vectors else []
+    vectors = [
+        context.saved_vector(measurement.name, number)
+        for number in range(measurement.num_vectors)
+    ]
     return json.dumps(
         [
             result_to_json(found),
