@@ -20,6 +20,7 @@ from t5x_fwdloss.analysis import (
     Eigenpairs,
     GradientNoiseScale,
     GroupTraces,
+    Landscape,
     SpectralDensity,
     Trace,
 )
@@ -123,6 +124,7 @@ MEASUREMENTS = {
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
     "noise_scale": GradientNoiseScale(),
+    "landscape": Landscape(num_points=3, save_every=4),
 }
 
 

@@ -101,8 +101,7 @@ class DirectionalDerivatives(Measurement):
     def validate(self, context: Context) -> None:
         """Check that the optimizer's state and other checkpoints load and fit.
 
-        Raises:
-            ValueError: they do not, or the run cannot load them.
+        Otherwise, or where the run cannot load them, it raises `ValueError`.
         """
         if self.along_preconditioned_gradient:
             context.check_preconditioner(

@@ -152,8 +152,7 @@ class Landscape(Measurement):
     def validate(self, context: Context) -> None:
         """Check that the optimizer's state and other checkpoints load and fit.
 
-        Raises:
-            ValueError: they do not, or the run cannot load them.
+        Otherwise, or where the run cannot load them, it raises `ValueError`.
         """
         if self.optimizer_setting:
             context.check_preconditioner(
@@ -474,8 +473,8 @@ def _barrier_of(plane, losses, ends) -> Barrier | None:
 def barrier(places: np.ndarray, losses: np.ndarray) -> Barrier:
     """The barrier of a line, and what may be missed between its points.
 
-    On an interval of width h a parabola of second derivative -k is at most k h² / 8 above
-    the chord of the interval.
+    On an interval of width h a parabola of second derivative -k is k t (h - t) / 2 above
+    the chord of the interval, at t from its beginning.
 
     Args:
         places: from 0 to 1, increasing, at least three.
@@ -487,7 +486,10 @@ def barrier(places: np.ndarray, losses: np.ndarray) -> Barrier:
     bends = 2 * bends / (widths[:-1] + widths[1:])
     # Each interval is part of one or two parabolas.
     bends = np.maximum(np.append(bends, bends[-1]), np.insert(bends, 0, bends[0]))
-    reach = np.maximum(heights[:-1], heights[1:]) + bends * widths**2 / 8
+    rises = np.diff(heights) / widths
+    steps = rises / np.where(bends > 0, bends, 1.0)
+    steps = np.clip(widths / 2 + steps, 0.0, widths)
+    reach = heights[:-1] + rises * steps + bends * steps * (widths - steps) / 2
     top = int(np.argmax(heights))
     height = float(heights[top])
     return Barrier(height, float(places[top]), max(0.0, float(reach.max()) - height))

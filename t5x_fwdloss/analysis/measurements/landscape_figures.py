@@ -133,6 +133,7 @@ def _surface(result: MeasurementResult) -> Figure | None:
         axis.plot_wireframe(*grid, values, color=color, linewidth=0.7)
         for side in (axis.xaxis, axis.yaxis, axis.zaxis):
             side.set_pane_color((1.0, 1.0, 1.0, 0.0))
+        axis.set_box_aspect(None, zoom=0.85)  # or its labels are cut off
         axis.set_zlim(losses.min(), losses.max())
         axis.set_title(f"{title}, {result.numbers['loss'].unit}")
         axis.set_xlabel(first)
