@@ -1,16 +1,16 @@
 """One analysis run: an objective, a list of measurements, a folder of results."""
 
+from t5x_fwdloss.analysis.measurements.along.directions import (
+    DirectionalDerivatives as DirectionalDerivatives,
+)
+from t5x_fwdloss.analysis.measurements.along.landscape import Landscape as Landscape
 from t5x_fwdloss.analysis.measurements.comparison import (
     LossComparison as LossComparison,
 )
 from t5x_fwdloss.analysis.measurements.density import SpectralDensity as SpectralDensity
 from t5x_fwdloss.analysis.measurements.diagonal import Diagonal as Diagonal
-from t5x_fwdloss.analysis.measurements.directions import (
-    DirectionalDerivatives as DirectionalDerivatives,
-)
 from t5x_fwdloss.analysis.measurements.eigenpairs import Eigenpairs as Eigenpairs
 from t5x_fwdloss.analysis.measurements.groups import GroupTraces as GroupTraces
-from t5x_fwdloss.analysis.measurements.landscape import Landscape as Landscape
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,
 )

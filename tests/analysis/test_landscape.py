@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from stops import Killed
 
 from t5x_fwdloss.analysis import Eigenpairs, Landscape, Objective, measurement_list
-from t5x_fwdloss.analysis.measurements import landscape, named_directions
+from t5x_fwdloss.analysis.measurements.along import barriers, named
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.curvature.vectors import probes
 
@@ -129,10 +129,8 @@ def test_a_line_of_norm_scales_and_a_filter_of_zeros_do_not_move(context):
         # Stacked layers: the scales of a norm have two axes.
         "norm": {"scale": np.ones((3, 2))},
     }
-    random = named_directions.Direction("random")
-    vector = lambda **settings: named_directions.vector(
-        random, context, "x", "filter", **settings
-    )
+    random = named.Direction("random")
+    vector = lambda **settings: named.vector(random, context, "x", "filter", **settings)
     found = vector(ignore_vectors=True)
     assert not np.any(found["dense"]["kernel"][:, 1])
     assert np.all(found["dense"]["kernel"][:, [0, 2, 3]])
@@ -213,13 +211,13 @@ def test_the_barrier_between_two_checkpoints(num_points, tmp_path):
 
 def test_a_line_that_bends_up_has_no_barrier():
     places = np.array([0.0, 0.2, 0.5, 1.0])
-    found = landscape.barrier(places, places**2 + 1)
+    found = barriers.barrier(places, places**2 + 1)
     assert (found.height, found.error) == (0.0, 0.0)
 
 
 def test_the_error_of_a_barrier_is_the_rise_of_a_parabola():
     places = np.array([0.0, 0.4, 0.6, 1.0])
-    found = landscape.barrier(places, places * (1 - places))
+    found = barriers.barrier(places, places * (1 - places))
     # Its top, 1/4, lies between the two points at 0.24.
     assert found.height == pytest.approx(0.24)
     assert found.height + found.error == pytest.approx(0.25)

@@ -14,12 +14,9 @@ from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements import named_directions
+from t5x_fwdloss.analysis.measurements.along import named
+from t5x_fwdloss.analysis.measurements.along.named import NORMALIZATIONS, Direction
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
-from t5x_fwdloss.analysis.measurements.named_directions import (
-    NORMALIZATIONS,
-    Direction,
-)
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
@@ -82,7 +79,7 @@ class DirectionalDerivatives(Measurement):
             ValueError: there is none, or no earlier measurement saves the eigenvectors.
         """
         if self.eigenvectors_of:
-            named_directions.check_source(
+            named.check_source(
                 "DirectionalDerivatives.eigenvectors_of", self.eigenvectors_of, earlier
             )
         directions = (
@@ -108,7 +105,7 @@ class DirectionalDerivatives(Measurement):
                 "DirectionalDerivatives.along_preconditioned_gradient"
             )
         for path in self.checkpoints:
-            named_directions.check_checkpoint(
+            named.check_checkpoint(
                 "DirectionalDerivatives.checkpoints", context, str(path)
             )
 
@@ -158,7 +155,7 @@ class DirectionalDerivatives(Measurement):
 
     def _directions(self, context) -> Iterator[tuple[str, PyTree]]:
         for label, direction in self._named(context):
-            found = named_directions.vector(
+            found = named.vector(
                 direction, context, self.name, self.random_normalization
             )
             if found is not None:
@@ -234,9 +231,7 @@ class DirectionalDerivatives(Measurement):
                 reach = min(reach, 2 * abs(slope) / curvature)
             steps = np.linspace(-reach, reach, self.num_points)
         losses = [
-            context.objective.value(
-                named_directions.moved(context.params, [step], [unit])
-            )
+            context.objective.value(named.moved(context.params, [step], [unit]))
             for step in steps.tolist()
         ]
         return {

@@ -1,5 +1,7 @@
 """The figures of a landscape: lines, contours, a surface, the accuracy."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -129,7 +131,7 @@ def _surface(result: MeasurementResult) -> Figure | None:
         (1, losses, SERIES[0], "loss"),
         (2, inside, SERIES[1], "quadratic model, within the range of the loss"),
     ):
-        axis = figure.add_subplot(1, 2, place, projection="3d")
+        axis: Any = figure.add_subplot(1, 2, place, projection="3d")
         axis.plot_wireframe(*grid, values, color=color, linewidth=0.7)
         for side in (axis.xaxis, axis.yaxis, axis.zaxis):
             side.set_pane_color((1.0, 1.0, 1.0, 0.0))

@@ -21,21 +21,20 @@ References:
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
-from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements import landscape_figures, named_directions
-from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
-from t5x_fwdloss.analysis.measurements.named_directions import (
-    NORMALIZATIONS,
-    Direction,
-    moved,
+from t5x_fwdloss.analysis.measurements.along import (
+    barriers,
+    landscape_figures,
+    named,
 )
+from t5x_fwdloss.analysis.measurements.along.named import NORMALIZATIONS, Direction
+from t5x_fwdloss.analysis.measurements.along.plane import Axis, Plane, spanned
+from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature.vectors import trees
@@ -43,9 +42,6 @@ from t5x_fwdloss.curvature.vectors import trees
 # Where no range is given: the first and the last multiple of a direction.
 RANGES = {"random": (-1.0, 1.0), "checkpoint": (-0.5, 1.5)}
 OTHER_RANGE = (-0.02, 0.02)
-BETWEEN_POINTS = "how far parabolas through three points rise above them"
-# The part of a direction that another leaves, below which rounding decides where it points.
-PARALLEL = 1e-3
 
 
 @dataclasses.dataclass
@@ -141,7 +137,7 @@ class Landscape(Measurement):
         for direction in self._directions:
             if direction.kind == "eigenvector":
                 setting = "Landscape.directions"
-                named_directions.check_place(setting, direction, earlier)
+                named.check_place(setting, direction, earlier)
         fits = all(len(x) == 2 and x[0] < x[1] for x in self.ranges)
         if self.ranges and (len(self.ranges) != len(self.directions) or not fits):
             raise ValueError(
@@ -160,14 +156,14 @@ class Landscape(Measurement):
             )
         for direction in self._directions:
             if direction.kind == "checkpoint":
-                named_directions.check_checkpoint(
+                named.check_checkpoint(
                     "'checkpoint' in Landscape.directions", context, direction.source
                 )
 
     def run(self, context: Context) -> MeasurementResult:
         """Measure point by point, from the saved state on if there is one."""
         axes, notes = self._axes(context)
-        plane = _Plane(context, axes)
+        plane = Plane(context, axes)
         points = [*plane.marks.values(), *itertools.product(*plane.coefficients)]
         rows = context.resumed(
             self.name,
@@ -188,17 +184,15 @@ class Landscape(Measurement):
 
     @property
     def _directions(self) -> list[Direction]:
-        return [
-            named_directions.parse("Landscape.directions", x) for x in self.directions
-        ]
+        return [named.parse("Landscape.directions", x) for x in self.directions]
 
-    def _axes(self, context) -> tuple[list["_Axis"], list[str]]:
+    def _axes(self, context) -> tuple[list["Axis"], list[str]]:
         """The directions that are there, and notes on the others."""
-        axes: list[_Axis] = []
+        axes: list[Axis] = []
         notes: list[str] = []
         length = float(trees.norm(trees.float_part(context.params)))
         for place, direction in enumerate(self._directions):
-            vector = named_directions.vector(
+            vector = named.vector(
                 direction,
                 context,
                 self.name,
@@ -217,15 +211,15 @@ class Landscape(Measurement):
             ):
                 vector, size = trees.scale(length / size, vector), length
             first, last = self._range(place)
-            axis = _Axis(
-                named_directions.label(direction, self._directions),
+            axis = Axis(
+                named.label(direction, self._directions),
                 vector,
                 size,
                 np.linspace(first, last, self.num_points),
                 is_checkpoint=direction.kind == "checkpoint",
             )
             if axes:
-                axis = _spanned(axes[0], axis, orthogonalize=self.orthogonalize)
+                axis = spanned(axes[0], axis, orthogonalize=self.orthogonalize)
             if axis is None:
                 notes.append(
                     f"The direction {self.directions[place]} is parallel to the first up "
@@ -242,105 +236,8 @@ class Landscape(Measurement):
         return RANGES.get(self._directions[place].kind, OTHER_RANGE)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Axis:
-    """A direction of the plane.
-
-    Attributes:
-        label: its name in the results.
-        vector: the direction.
-        length: its norm.
-        coefficients: the multiples of it on the grid.
-        is_checkpoint: whether it leads to another checkpoint.
-        angle: between it and the first direction, in degrees, before that was taken out.
-        part_of_first: the multiple of the first direction that was taken out.
-    """
-
-    label: str
-    vector: PyTree
-    length: float
-    coefficients: np.ndarray
-    is_checkpoint: bool
-    angle: float = 0.0
-    part_of_first: float = 0.0
-
-
-def _spanned(first: _Axis, second: _Axis, *, orthogonalize: bool) -> _Axis | None:
-    """The second direction with its angle, made orthogonal; None if it is parallel."""
-    part = float(trees.inner(first.vector, second.vector)) / first.length**2
-    rest = trees.axpy(-part, first.vector, second.vector)
-    # Once more: rounding leaves some of it, where most was taken out.
-    again = float(trees.inner(first.vector, rest)) / first.length**2
-    rest = trees.axpy(-again, first.vector, rest)
-    height = float(trees.norm(rest))
-    if height <= PARALLEL * second.length:
-        return None
-    angle = math.degrees(math.atan2(height, (part + again) * first.length))
-    if not orthogonalize:
-        return dataclasses.replace(second, angle=angle)
-    length = height
-    if not second.is_checkpoint:
-        length = second.length
-        rest = trees.scale(length / height, rest)
-    return dataclasses.replace(
-        second, vector=rest, length=length, angle=angle, part_of_first=part + again
-    )
-
-
-class _Plane:
-    """The loss as a function of the coefficients of one or two directions.
-
-    Attributes:
-        axes: the directions.
-        coefficients: the multiples on the grid, for each direction.
-        marks: places besides the grid by name: the center and other checkpoints.
-    """
-
-    def __init__(self, context: Context, axes: list[_Axis]):
-        """Computes nothing yet."""
-        self.axes, self._context = axes, context
-        self.coefficients = [axis.coefficients.tolist() for axis in axes]
-        self.marks = {"": (0.0,) * len(axes)}
-        for number, axis in enumerate(axes):
-            if axis.is_checkpoint:
-                place = [0.0] * len(axes)
-                place[0], place[number] = axis.part_of_first, 1.0
-                if number == 0:
-                    place[0] = 1.0
-                self.marks[axis.label] = tuple(place)
-
-    @property
-    def is_line_to_checkpoint(self) -> bool:
-        """Whether there is one direction, to another checkpoint."""
-        return len(self.axes) == 1 and self.axes[0].is_checkpoint
-
-    def at(self, place: Sequence[float], params: PyTree | None = None) -> list[float]:
-        """The loss and, if it is known, the accuracy at a place.
-
-        Args:
-            place: the coefficients.
-            params: the point of coefficients zero; None: the checkpoint.
-        """
-        origin = self._context.params if params is None else params
-        point = moved(origin, place, [axis.vector for axis in self.axes])
-        loss, accuracy = self._context.objective.value_and_accuracy(point)
-        return [loss] if accuracy is None else [loss, accuracy]
-
-    def derivatives(self, params: PyTree) -> tuple[np.ndarray, np.ndarray]:
-        """The first and second derivatives in the coefficients, at zero."""
-        count = len(self.axes)
-        slopes, matrix = np.zeros(count), np.zeros((count, count))
-        for i, one in enumerate(self.axes):
-            for j, other in enumerate(self.axes[: i + 1]):
-                slopes[i], matrix[i, j] = self._context.objective.mixed(
-                    params, one.vector, other.vector
-                )
-                matrix[j, i] = matrix[i, j]
-        return slopes, matrix
-
-
 def _measured(
-    plane: _Plane,
+    plane: Plane,
     points: list[tuple[float, ...]],
     on_step: Callable[[GridState], None],
     state: GridState | None,
@@ -353,7 +250,7 @@ def _measured(
 
 
 def _numbers(
-    context: Context, plane: _Plane, rows: np.ndarray
+    context: Context, plane: Plane, rows: np.ndarray
 ) -> tuple[dict[str, Number], dict[str, np.ndarray]]:
     """The numbers, with the network's rounding in their errors, and the arrays."""
     shape = tuple(map(len, plane.coefficients))
@@ -435,61 +332,14 @@ def _local(plane, slopes, matrix) -> dict[str, float]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Barrier:
-    """The barrier between two checkpoints.
-
-    Attributes:
-        height: the largest height of the points above the chord.
-        place: where.
-        error: what parabolas rise above that, at most.
-    """
-
-    height: float
-    place: float
-    error: float
-
-    def numbers(self, unit: str) -> dict[str, Number]:
-        """The numbers of the report."""
-        return {
-            "barrier_height": Number(self.height, unit, self.error, BETWEEN_POINTS),
-            "barrier_place": Number(self.place, "1"),
-        }
-
-
-def _barrier_of(plane, losses, ends) -> Barrier | None:
+def _barrier_of(plane, losses, ends) -> barriers.Barrier | None:
     if not plane.is_line_to_checkpoint:
         return None
     places = plane.axes[0].coefficients
     inside = (places > 0) & (places < 1)
     if not inside.any():
         return None
-    return barrier(
+    return barriers.barrier(
         np.concatenate([[0.0], places[inside], [1.0]]),
         np.concatenate([ends[:1], losses[inside], ends[1:]]),
     )
-
-
-def barrier(places: np.ndarray, losses: np.ndarray) -> Barrier:
-    """The barrier of a line, and what may be missed between its points.
-
-    On an interval of width h a parabola of second derivative -k is k t (h - t) / 2 above
-    the chord of the interval, at t from its beginning.
-
-    Args:
-        places: from 0 to 1, increasing, at least three.
-        losses: the losses there.
-    """
-    heights = losses - (1 - places) * losses[0] - places * losses[-1]
-    widths = np.diff(places)
-    bends = np.maximum(0.0, -np.diff(np.diff(losses) / widths))
-    bends = 2 * bends / (widths[:-1] + widths[1:])
-    # Each interval is part of one or two parabolas.
-    bends = np.maximum(np.append(bends, bends[-1]), np.insert(bends, 0, bends[0]))
-    rises = np.diff(heights) / widths
-    steps = rises / np.where(bends > 0, bends, 1.0)
-    steps = np.clip(widths / 2 + steps, 0.0, widths)
-    reach = heights[:-1] + rises * steps + bends * steps * (widths - steps) / 2
-    top = int(np.argmax(heights))
-    height = float(heights[top])
-    return Barrier(height, float(places[top]), max(0.0, float(reach.max()) - height))
