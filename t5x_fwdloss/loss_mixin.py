@@ -126,6 +126,23 @@ class LossMixin:
         numerator, _, _ = self._weighted_loss(params, batch, dropout_rng, weights, None)
         return numerator, jnp.asarray(1.0 if factor is None else factor, jnp.float32)
 
+    def loss_and_predictions(
+        self, params, batch: Batch, dropout_rng: jax.Array | None = None
+    ):
+        """The numerator of `loss_sum`, and the class of each token's largest logit.
+
+        Returns:
+            `(numerator, classes)`, a scalar and `[batch, length]`; a chunked loss keeps
+            the classes alone, never the logits.
+        """
+        _, weights = losses.get_loss_normalizing_factor_and_weights(
+            self._loss_normalizing_factor, batch
+        )
+        numerator, _, logits = self._weighted_loss(
+            params, batch, dropout_rng, weights, None
+        )
+        return numerator, logits.argmax(axis=-1)
+
     def score_batch(self, params, batch: Batch, return_intermediates: bool = False):
         """Log likelihood of each target sequence, without z-loss or smoothing.
 

@@ -1,10 +1,11 @@
 """One analysis run: an objective, a list of measurements, a folder of results."""
 
+from t5x_fwdloss.analysis.measurements.along.directions import (
+    DirectionalDerivatives as DirectionalDerivatives,
+)
+from t5x_fwdloss.analysis.measurements.along.landscape import Landscape as Landscape
 from t5x_fwdloss.analysis.measurements.comparison import (
     LossComparison as LossComparison,
-)
-from t5x_fwdloss.analysis.measurements.directions import (
-    DirectionalDerivatives as DirectionalDerivatives,
 )
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,

@@ -8,7 +8,7 @@ import pytest
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis.objective import matrices
 
-NAMES = ("quick", "spectrum", "layers", "full")
+NAMES = ("quick", "spectrum", "layers", "landscape", "full")
 QUANTITIES = {
     "Eigenpairs": "eigenpairs",
     "Trace": "trace",

@@ -21,6 +21,7 @@ from t5x_fwdloss.analysis import (
     GradientNoiseScale,
     GroupDensities,
     GroupTraces,
+    Landscape,
     NewtonStep,
     SpectralDensity,
     Trace,
@@ -127,6 +128,7 @@ MEASUREMENTS = {
     "noise_scale": GradientNoiseScale(),
     "group_densities": GroupDensities(num_probes=2, num_steps=2, save_every=3),
     "newton": NewtonStep(max_steps=5, save_every=2, tolerance=1e-6),
+    "landscape": Landscape(num_points=3, save_every=4),
 }
 
 
@@ -145,8 +147,10 @@ def measured(measurement, objective, path):
     )
     found = measurement.run(context)
     arrays = {name: np.asarray(x).tolist() for name, x in found.arrays.items()}
-    leaves_vectors = measurement.num_vectors
-    vectors = context.saved_vectors(measurement.name) if leaves_vectors else []
+    vectors = [
+        context.saved_vector(measurement.name, number)
+        for number in range(measurement.num_vectors)
+    ]
     return json.dumps(
         [
             result_to_json(found),

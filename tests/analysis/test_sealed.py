@@ -49,8 +49,9 @@ def test_another_vector_in_the_place_of_a_saved_one_is_refused(tmp_path):
     path = files.user_path(tmp_path / "vectors")
     vectors = [{"a": jnp.arange(4.0)}, {"a": jnp.ones(4)}]
     vector_store.save_all(path, vectors, is_primary=True)
-    found = vector_store.restore_all(path, vectors[0], is_primary=True)
-    np.testing.assert_array_equal(found[1]["a"], vectors[1]["a"])
+    read = lambda n: vector_store.restore_one(path, n, vectors[0], is_primary=True)
+    np.testing.assert_array_equal(read(1)["a"], vectors[1]["a"])
+    assert read(2) is None
     vector_store.save(path / "vector_1", {"a": jnp.ones(4).at[2].set(1.0001)})
     with pytest.raises(files.StorageError, match="vector_1 must hold what was saved"):
-        vector_store.restore_all(path, vectors[0], is_primary=True)
+        read(1)

@@ -125,15 +125,15 @@ class Context:
             self._preconditioner = found
         return self._preconditioner
 
-    def saved_vectors(self, name: str) -> list[PyTree]:
-        """The vectors that an earlier measurement of the run saved.
+    def saved_vector(self, name: str, number: int) -> PyTree | None:
+        """A vector that an earlier measurement of the run saved, in order from 0 on.
 
-        A small space has fewer of them than `vectors` says.
+        None if there are fewer: a small space has fewer than `vectors` says.
         """
         assert self.vectors_path is not None
         like = probes.random_like(0, self.params)
-        return vector_store.restore_all(
-            self.vectors_path(name), like, is_primary=self.is_primary
+        return vector_store.restore_one(
+            self.vectors_path(name), number, like, is_primary=self.is_primary
         )
 
     @property

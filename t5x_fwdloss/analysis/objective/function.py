@@ -37,7 +37,11 @@ from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.objective.programs import Programs
 from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
-from t5x_fwdloss.curvature.products.derivatives import directional_derivative, gradient
+from t5x_fwdloss.curvature.products.derivatives import (
+    directional_derivative,
+    gradient,
+    mixed_directional_derivative,
+)
 from t5x_fwdloss.curvature.products.linearized import summed
 from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
 from t5x_fwdloss.loss_mixin import check_no_other_loss
@@ -73,6 +77,7 @@ class Objective:
         normalizer: Normalizer,
         num_microbatches: int = 1,
         outputs: Callable[..., Any] | None = None,
+        predictions: Callable[..., Any] | None = None,
         loss_settings: LossSettings | None = None,
         dropout_seed: int | None = None,
         precision: str = "highest",
@@ -90,6 +95,8 @@ class Objective:
                 masks are drawn for a batch as a whole.
             outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
                 matrix.
+            predictions: `(params, batch, key)` to the numerator and the most likely
+                class of each target token; None: the accuracy is not known.
             loss_settings: the loss as a function of the logits.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
@@ -122,6 +129,7 @@ class Objective:
         self.model: Any = None
         self._numerator = numerator
         self._outputs = outputs
+        self._predictions = predictions
         self._counted = counted
         self._activation_dtype: str | None = None
         token_loss = None if loss_settings is None else TokenLoss(loss_settings)
@@ -187,6 +195,7 @@ class Objective:
             normalizer=total_normalizer(factor, found),
             num_microbatches=num_microbatches,
             outputs=getattr(model, "_compute_logits", None),
+            predictions=getattr(model, "loss_and_predictions", None),
             loss_settings=loss_settings,
             dropout_seed=dropout_seed,
             precision=precision,
@@ -266,7 +275,10 @@ class Objective:
             index: its number; the loss does not depend on it.
         """
         del index
-        share = self._numerator(params, batch, key) / self.W
+        return self._share(self._numerator(params, batch, key))
+
+    def _share(self, numerator):
+        share = numerator / self.W
         return share.astype(jnp.promote_types(share.dtype, jnp.float32))
 
     def batch_values(self, params: PyTree) -> np.ndarray:
@@ -280,6 +292,30 @@ class Objective:
         shares = self.batch_values(params)
         check_finite("the loss", by_batch({"its value": x} for x in shares))
         return math.fsum(shares)
+
+    def value_and_accuracy(self, params: PyTree) -> tuple[float, float | None]:
+        """The loss, and the share of tokens that count whose label is most likely.
+
+        Both come from one forward pass. The accuracy is None where the objective knows
+        no predictions. A token counts once, whatever its weight.
+        """
+        if self._predictions is None:
+            return self.value(params), None
+        found = self._scalars(
+            "the loss and the accuracy", self._loss_and_correct, params
+        )
+        shares = [float(share) for share, _ in found]
+        parts = ({"its value": x} for x in shares)
+        check_finite("the loss", by_batch(parts, self.num_microbatches))
+        correct = sum(int(count) for _, count in found)
+        return math.fsum(shares), correct / self.num_tokens
+
+    def _loss_and_correct(self, params, batch, key=None, index=None):
+        del index
+        assert self._predictions is not None
+        numerator, classes = self._predictions(params, batch, key)
+        correct = (classes == batch["decoder_target_tokens"]) & self._counted(batch)
+        return self._share(numerator), jnp.sum(correct)
 
     def gradient(self, params: PyTree) -> PyTree:
         """The gradient, a tree like the parameters' floating-point leaves."""
@@ -308,6 +344,21 @@ class Objective:
         check_finite("the loss", by_batch(parts, self.num_microbatches))
         value, derivative = zip(*shares, strict=True)
         return math.fsum(value), math.fsum(derivative)
+
+    def mixed(self, params: PyTree, u: PyTree, v: PyTree) -> tuple[float, float]:
+        r"""The derivatives $\langle \nabla L, u \rangle$ and $\langle u, H v \rangle$.
+
+        By one jvp through a jvp: the loss must have forward mode.
+        """
+        for direction in (u, v):
+            trees.check_like(direction, params, "direction")
+        function = mixed_directional_derivative(self.batch_loss)
+        found = self._scalars("the second derivative", function, params, u, v)
+        pairs = [(float(x), float(y)) for x, y in found]
+        parts = ({"its slope": x, "its curvature": y} for x, y in pairs)
+        check_finite("the loss", by_batch(parts, self.num_microbatches))
+        slope, curvature = zip(*pairs, strict=True)
+        return math.fsum(slope), math.fsum(curvature)
 
     def product(
         self,

@@ -56,13 +56,18 @@ def save_all(path: epath.Path, vectors: Iterable[PyTree], *, is_primary: bool) -
     )
 
 
-def restore_all(path: epath.Path, like: PyTree, *, is_primary: bool) -> list[PyTree]:
-    """The vectors that `save_all` wrote; damaged ones raise `StorageError`."""
+def restore_one(
+    path: epath.Path, number: int, like: PyTree, *, is_primary: bool
+) -> PyTree | None:
+    """One of the vectors that `save_all` wrote; None if there are fewer.
+
+    A damaged one raises `StorageError`.
+    """
     found = multihost.from_primary_doing(is_primary, lambda: records.read(path / INDEX))
-    return [
-        checked(path / f"vector_{number}", like, wanted)
-        for number, wanted in enumerate(found["checksums"])
-    ]
+    wanted = found["checksums"]
+    if number >= len(wanted):
+        return None
+    return checked(path / f"vector_{number}", like, wanted[number])
 
 
 def checked(path: epath.Path, like: PyTree, wanted: str) -> PyTree:

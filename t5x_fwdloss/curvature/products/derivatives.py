@@ -82,6 +82,24 @@ def second_directional_derivative(loss: Function) -> Function:
     return product
 
 
+def mixed_directional_derivative(loss: Function) -> Function:
+    r"""The function `(params, u, v, *args) -> (<g, u>, <u, H v>)`, by forward mode.
+
+    Args:
+      loss: `(params, *args) -> scalar`; it needs forward mode.
+
+    Returns:
+      The function; both results are scalars.
+    """
+
+    def product(params, u, v, *args):
+        function = of_floats(loss, params, args)
+        slope = lambda at: jax.jvp(function, (at,), (tangent(u, params),))[1]
+        return jax.jvp(slope, (trees.float_part(params),), (tangent(v, params),))
+
+    return product
+
+
 def gradient(loss: Function) -> Function:
     """The function `(params, *args) -> g`, a vector in float32 or wider.
 

@@ -9,27 +9,21 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
-import jax
 import numpy as np
 from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.analysis.measurements.along import named
+from t5x_fwdloss.analysis.measurements.along.named import NORMALIZATIONS, Direction
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.curvature import apply_diagonal, filter_normalized, leaf_normalized
-from t5x_fwdloss.curvature.vectors import probes, trees
+from t5x_fwdloss.curvature.vectors import trees
 
 FORWARD_REVERSE = "difference of forward and reverse mode"
-NORMALIZATIONS = {
-    "vector": lambda vector, _: vector,
-    "leaf": leaf_normalized,
-    "filter": filter_normalized,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +78,9 @@ class DirectionalDerivatives(Measurement):
         Raises:
             ValueError: there is none, or no earlier measurement saves the eigenvectors.
         """
-        names = [x.name for x in earlier if x.num_vectors]
-        if self.eigenvectors_of and self.eigenvectors_of not in names:
-            raise ValueError(
-                "DirectionalDerivatives.eigenvectors_of must name a measurement before "
-                f"it with save_eigenvectors=True: got {self.eigenvectors_of!r}."
+        if self.eigenvectors_of:
+            named.check_source(
+                "DirectionalDerivatives.eigenvectors_of", self.eigenvectors_of, earlier
             )
         directions = (
             self.along_gradient,
@@ -106,19 +98,16 @@ class DirectionalDerivatives(Measurement):
     def validate(self, context: Context) -> None:
         """Check that the optimizer's state and other checkpoints load and fit.
 
-        Raises:
-            ValueError: they do not, or the run cannot load them.
+        Otherwise, or where the run cannot load them, it raises `ValueError`.
         """
         if self.along_preconditioned_gradient:
             context.check_preconditioner(
                 "DirectionalDerivatives.along_preconditioned_gradient"
             )
         for path in self.checkpoints:
-            if not np.isfinite(float(trees.norm(self._difference(context, path)))):
-                raise ValueError(
-                    f"the parameters of the checkpoint {path} must be finite: they "
-                    "hold NaN or Inf."
-                )
+            named.check_checkpoint(
+                "DirectionalDerivatives.checkpoints", context, str(path)
+            )
 
     def run(self, context: Context) -> MeasurementResult:
         """Measure every direction, one after the other."""
@@ -165,39 +154,26 @@ class DirectionalDerivatives(Measurement):
         )
 
     def _directions(self, context) -> Iterator[tuple[str, PyTree]]:
-        if self.along_gradient:
-            yield "gradient", context.gradient()
-        if self.along_preconditioned_gradient:
-            product = apply_diagonal(
-                context.preconditioner().diagonal, context.gradient()
+        for label, direction in self._named(context):
+            found = named.vector(
+                direction, context, self.name, self.random_normalization
             )
-            yield "preconditioned_gradient", product
-        key = context.key(f"{self.name}/random")
-        for i in range(self.num_random):
-            probe = probes.random_like(
-                probes.probe_key(key, i), context.params, "normal"
-            )
-            normalize = NORMALIZATIONS[self.random_normalization]
-            yield f"random_{i}", normalize(probe, context.params)
-        if self.eigenvectors_of:
-            for i, vector in enumerate(context.saved_vectors(self.eigenvectors_of)):
-                yield f"eigenvector_{i}", vector
-        for i, path in enumerate(self.checkpoints):
-            yield f"checkpoint_{i}", self._difference(context, path)
+            if found is not None:
+                yield label, found
 
-    def _difference(self, context, path) -> PyTree:
-        if context.load_params is None:
-            raise ValueError(
-                "DirectionalDerivatives.checkpoints needs a run that can load other "
-                f"checkpoints: got {path} and no loader."
-            )
-        other = parameters.widened(context.load_params(path))
-        here, there = (trees.float_part(p) for p in (context.params, other))
-        trees.check_like(there, here, f"checkpoint {path}")
-        there = jax.tree.map(
-            lambda x, y: jax.device_put(x, y.sharding).astype(y.dtype), there, here
-        )
-        return trees.axpy(-1.0, here, there)
+    def _named(self, context) -> Iterator[tuple[str, Direction]]:
+        if self.along_gradient:
+            yield "gradient", Direction("gradient")
+        if self.along_preconditioned_gradient:
+            yield "preconditioned_gradient", Direction("preconditioned_gradient")
+        for i in range(self.num_random):
+            yield f"random_{i}", Direction("random", number=i)
+        if self.eigenvectors_of:
+            for i in range(context.vectors[self.eigenvectors_of]):
+                source = self.eigenvectors_of
+                yield f"eigenvector_{i}", Direction("eigenvector", source, i)
+        for i, path in enumerate(self.checkpoints):
+            yield f"checkpoint_{i}", Direction("checkpoint", str(path))
 
     def _with_rounding(self, context, numbers) -> dict[str, Number]:
         # The norm of a rounded gradient is too large on average; its derivative along
@@ -255,7 +231,7 @@ class DirectionalDerivatives(Measurement):
                 reach = min(reach, 2 * abs(slope) / curvature)
             steps = np.linspace(-reach, reach, self.num_points)
         losses = [
-            context.objective.value(_moved(context.params, step, unit))
+            context.objective.value(named.moved(context.params, [step], [unit]))
             for step in steps.tolist()
         ]
         return {
@@ -265,11 +241,6 @@ class DirectionalDerivatives(Measurement):
             + slope * steps
             + curvature * steps**2 / 2,
         }
-
-
-def _moved(params: PyTree, step: float, unit: PyTree) -> PyTree:
-    moved = trees.axpy(step, unit, trees.float_part(params))
-    return trees.merge(moved, params)
 
 
 def _spread(shares: np.ndarray, unit: str) -> dict[str, Number]:

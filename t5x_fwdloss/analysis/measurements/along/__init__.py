@@ -1,0 +1,1 @@
+"""Measurements of the loss along directions: derivatives, lines and planes."""
