@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -18,7 +18,6 @@ from t5x_fwdloss.analysis.numbers import (
     Number,
 )
 from t5x_fwdloss.analysis.report import figures
-from t5x_fwdloss.analysis.report.figures import SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature.estimators import smoothing
 from t5x_fwdloss.curvature.estimators.slq import (
@@ -102,6 +101,7 @@ class SpectralDensity(MatrixMeasurement):
                 "The density of the eigenvalues, smoothed; nodes and weights are in the "
                 ".npz file, for other widths and grids.",
                 _density,
+                _densities,
             ),
         )
 
@@ -150,33 +150,50 @@ def _arrays(samples) -> dict[str, np.ndarray]:
 
 def _density(result: MeasurementResult) -> Figure | None:
     """The density of the eigenvalues with its band, by value and by magnitude."""
-    found = spectral_samples(result)
+    return _drawn({"mean over probes": result}, "{:.0%} band")
+
+
+def _densities(results: Mapping[str, MeasurementResult]) -> Figure | None:
+    """The densities of several runs, each with its band."""
+    return _drawn(results, "_{:.0%} band")  # matplotlib leaves it out of the legend
+
+
+def _drawn(results, band) -> Figure:
     left, right = figures.panels(2, columns=2)
-    for axis, samples in (
-        (left, found),
-        (right, smoothing.log_magnitudes(found, 1e-8)),
-    ):
-        curve = smoothing.density(samples)
-        axis.plot(curve.grid, curve.mean, color=SERIES[0], label="mean over probes")
-        top = curve.mean.max()
-        if samples.num_probes > 1:
-            top = curve.high.max()
-            axis.fill_between(
-                curve.grid,
-                curve.low,
-                curve.high,
-                color=SERIES[0],
-                alpha=0.2,
-                linewidth=0,
-                label=f"{curve.confidence:.0%} band",
-            )
-        axis.set_ylim(bottom=_floor(curve.mean), top=2 * top)
+    bounds = {left: [], right: []}
+    for number, (label, of_run) in enumerate(results.items()):
+        found = spectral_samples(of_run)
+        look = figures.series(number)
+        for axis, samples in (
+            (left, found),
+            (right, smoothing.log_magnitudes(found, 1e-8)),
+        ):
+            curve = smoothing.density(samples)
+            axis.plot(curve.grid, curve.mean, label=label, **look)
+            top = curve.mean.max()
+            if samples.num_probes > 1:
+                top = curve.high.max()
+                axis.fill_between(
+                    curve.grid,
+                    curve.low,
+                    curve.high,
+                    color=look["color"],
+                    alpha=0.2,
+                    linewidth=0,
+                    label=band.format(curve.confidence),
+                )
+            bounds[axis].append((_floor(curve.mean), 2 * top))
+    for axis, ends in bounds.items():
+        lows, tops = zip(*ends, strict=True)
+        axis.set_ylim(bottom=min(lows), top=max(tops))
         axis.set_yscale("log")
     left.set_ylabel("density")
-    left.set_xlabel(f"eigenvalue, {result.numbers['trace'].unit}")
+    unit = next(iter(results.values())).numbers["trace"].unit
+    left.set_xlabel(f"eigenvalue, {unit}")
     right.set_xlabel("log10 of its magnitude")
     left.legend(loc="best")
-    return left.get_figure(root=True)
+    figure: Any = left.get_figure(root=True)
+    return figure
 
 
 def spectral_samples(result: MeasurementResult) -> SpectralSamples:
