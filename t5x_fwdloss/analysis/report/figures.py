@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator
 
 INK, FAINT, GRID = "#010101", "#020202", "#030303"
 SERIES = ("#040404", "#050505", "#060606", "#070707", "#080808")
@@ -169,7 +169,8 @@ def _of_lines(axis) -> Iterator[str]:
             yield _labeled(line.get_label(), _curve(line))
     if others:
         ends = np.concatenate([np.asarray(line.get_ydata(), float) for line in others])
-        yield f"lines without a name: {len(others)}, {_range(ends)}"
+        noun = "line" if len(others) == 1 else "lines"
+        yield f"{len(others)} unnamed {noun} {_range(ends)}"
 
 
 def _curve(line) -> str:
@@ -198,7 +199,7 @@ def _range(values) -> str:
 
 def _ticks(axis, places) -> list[str]:
     """The names of places on an axis; their numbers where they have none."""
-    if not isinstance(axis.get_major_formatter(), FixedFormatter):
+    if not isinstance(axis.get_major_locator(), FixedLocator):
         return [f"at {x:.4g}:" for x in places]
     names = [text.get_text() for text in axis.get_ticklabels()]
     at = np.asarray(axis.get_ticklocs(), float)
