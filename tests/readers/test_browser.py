@@ -62,13 +62,17 @@ def test_a_browser_finds_a_name_for_every_figure_and_table(page, pages, name):
     page.open(pages[name], 800)
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
     names = {
-        role: [x["name"]["value"] for x in nodes if x.get("role", {}).get("value") == role]
+        role: [
+            x["name"]["value"] for x in nodes if x.get("role", {}).get("value") == role
+        ]
         for role in ("image", "table", "columnheader", "rowheader")
     }
     figures = page.value("document.querySelectorAll('figure svg').length")
     assert len(names["image"]) == figures > 0
     assert all(x.startswith("Figure") for x in names["image"])
-    assert len(names["table"]) == page.value("document.querySelectorAll('table').length")
+    assert len(names["table"]) == page.value(
+        "document.querySelectorAll('table').length"
+    )
     assert all(names["table"])
     assert len(set(names["table"])) == len(names["table"])
     rows = page.value("document.querySelectorAll('tbody th[scope=row]').length")

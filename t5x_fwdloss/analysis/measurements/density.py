@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
@@ -150,15 +151,18 @@ def _arrays(samples) -> dict[str, np.ndarray]:
 
 def _density(result: MeasurementResult) -> Figure | None:
     """The density of the eigenvalues with its band, by value and by magnitude."""
-    return _drawn({"mean over probes": result}, "{:.0%} band")
+    left = _drawn({"mean over probes": result}, "{:.0%} band")
+    left.legend(loc="best")
+    return left.get_figure(root=True)
 
 
 def _densities(results: Mapping[str, MeasurementResult]) -> Figure | None:
     """The densities of several runs, each with its band."""
-    return _drawn(results, "_{:.0%} band")  # matplotlib leaves it out of the legend
+    # matplotlib leaves labels that begin so out of the legend.
+    return figures.with_legend_above(_drawn(results, "_{:.0%} band"))
 
 
-def _drawn(results, band) -> Figure:
+def _drawn(results, band) -> Axes:
     left, right = figures.panels(2, columns=2)
     bounds = {left: [], right: []}
     for number, (label, of_run) in enumerate(results.items()):
@@ -191,9 +195,7 @@ def _drawn(results, band) -> Figure:
     unit = next(iter(results.values())).numbers["trace"].unit
     left.set_xlabel(f"eigenvalue, {unit}")
     right.set_xlabel("log10 of its magnitude")
-    left.legend(loc="best")
-    figure: Any = left.get_figure(root=True)
-    return figure
+    return left
 
 
 def spectral_samples(result: MeasurementResult) -> SpectralSamples:

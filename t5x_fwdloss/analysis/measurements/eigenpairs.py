@@ -369,8 +369,7 @@ def _eigenvalues_of_runs(results: Mapping[str, MeasurementResult]) -> Figure | N
     axis.tick_params(axis="x", rotation=30)
     unit = next(iter(results.values())).numbers[names[0]].unit
     axis.set_ylabel(f"eigenvalue, {unit}")
-    axis.legend(loc="best")
-    return axis.get_figure(root=True)
+    return figures.with_legend_above(axis)
 
 
 def _convergence(result: MeasurementResult) -> Figure | None:

@@ -115,6 +115,13 @@ def series(number: int) -> dict[str, Any]:
     }
 
 
+def with_legend_above(axis: Axes) -> Figure:
+    """The figure of an axis with a legend that covers no point: above its panels."""
+    figure: Any = axis.get_figure(root=True)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper left", ncols=3)
+    return figure
+
+
 def described(figure: Figure) -> str:
     """What a figure shows, panel by panel, with the numbers that it draws."""
     panels = [_panel(axis) for axis in figure.axes]

@@ -51,8 +51,11 @@ th, td {
 }
 td.small { white-space: normal; }
 tbody th, td:first-child {
-  white-space: normal; overflow-wrap: anywhere; min-width: 8rem;
+  white-space: normal; overflow-wrap: break-word; min-width: 11rem;
 }
+td.fact { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
+thead .warn { white-space: normal; display: inline-block; max-width: 11rem; }
+dl + .wide, .wide + .wide { margin-top: 1.1rem; }
 th { font-weight: 500; }
 thead th { color: var(--faint); }
 tbody th { font-weight: inherit; }
@@ -61,7 +64,6 @@ caption, .unseen {
   white-space: nowrap;
 }
 .n { text-align: right; }
-tbody tr:last-child > * { border-bottom: 0; }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
 @media print {
   :root { color-scheme: light; --page: #fff; --card: #fff; --faint: #4a525c; }

@@ -68,7 +68,7 @@ def _facts(runs, known: Sequence[Fact]) -> str:
 
 def _section(found: Measured, runs, plots) -> str:
     title = title_of(found.name)
-    heads = [head("Number"), head("Unit")]
+    heads = [head("Number")]
     for run, against in zip(runs, found.obstacles, strict=True):
         mark = ""
         if against:
@@ -86,10 +86,10 @@ def _section(found: Measured, runs, plots) -> str:
 
 
 def _row(found: Row) -> str:
-    unit = "" if found.unit == "1" else escaped(found.unit)
-    return row(
-        spaced(found.name), cell(unit), *(cell(_cell(x), "n") for x in found.cells)
-    )
+    name = spaced(found.name)
+    if found.unit != "1":
+        name += f"<br><span class='small'>{escaped(found.unit)}</span>"
+    return row(name, *(cell(_cell(x), "n") for x in found.cells))
 
 
 def _cell(found: Cell) -> str:
