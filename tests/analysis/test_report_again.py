@@ -68,7 +68,8 @@ def folder(finished_run, tmp_path):
 
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_the_page_is_the_same_bytes_and_nothing_else_changes(folder, capsys):
