@@ -6,6 +6,7 @@ import html
 import io
 import json
 import math
+import pathlib
 import re
 
 import pytest
@@ -56,7 +57,7 @@ def page(folders, tmp_path_factory):
 
 
 def documents(folders):
-    return [json.loads(open(f"{x}/results.json").read()) for x in folders]
+    return [json.loads(pathlib.Path(x, "results.json").read_text()) for x in folders]
 
 
 def results(document, name):

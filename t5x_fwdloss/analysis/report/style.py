@@ -75,7 +75,9 @@ caption, .unseen {
   figure, tr, dt, dd { break-inside: avoid; }
   a { color: inherit; }
   .wide { overflow: visible; }
-  th, td { white-space: normal; overflow-wrap: anywhere; }
+  table { font-size: .8rem; }
+  th, td { white-space: normal; overflow-wrap: anywhere; padding-right: .5rem; }
+  tbody th, td:first-child { min-width: 7rem; }
 }
 """
 
