@@ -20,6 +20,7 @@ ALLOWED = {
     "training": {"analysis", "curvature", "losses", "loss_mixin", "models", "t5x_host"},
     "t5x_host": {"analysis", "curvature", "command_line", "progress"},
     "analyze": None,  # anything
+    "report": {"analysis", "command_line"},
     "standalone": None,
 }
 MAY_IMPORT = {

@@ -19,6 +19,15 @@ RESIDUAL = "residual norm: an eigenvalue lies this near"
 STANDARD_ERROR = "standard error of the mean"
 
 
+def is_statistical(kind: str) -> bool:
+    """Whether an error is the standard deviation of an estimate, and nothing else.
+
+    Args:
+        kind: the kind of the error; one that includes rounding is not statistical.
+    """
+    return kind.startswith("standard error") and "rounding" not in kind
+
+
 @dataclasses.dataclass(frozen=True)
 class Number:
     """One number of a report.

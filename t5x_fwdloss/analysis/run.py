@@ -23,6 +23,7 @@ from t5x_fwdloss.analysis.measurements.context import Context, Measurement
 from t5x_fwdloss.analysis.numbers import (
     Failure,
     MeasurementResult,
+    result_from_json,
     result_to_json,
     to_json,
 )
@@ -324,6 +325,9 @@ def _finish(folder, document, outcomes, plots, host) -> int:
     failures = [x for x in outcomes if isinstance(x, Failure)]
     if host.primary:
         document["training"] = training.record(host.checkpoint)
+        # As the files hold it, so that the report can be rendered again from them.
+        document = to_json(document)
+        results = [result_from_json(result_to_json(x), x.arrays) for x in results]
         text = page.render(document, results, plots)
         other = {"report.html": text.encode(), "config.gin": host.config_text.encode()}
         events.write(folder.path, results, host.step or 0)

@@ -295,7 +295,9 @@ def test_names_of_the_reader_keep_their_signs_and_figures_their_size(finished_ru
     rows = rows_of(page, "<section id='measurement-groups'", "</section>")
     assert rows[0] == "mean trace nat trace nat per θ²"
     assert [row.split()[0] for row in rows[1:]] == layers
-    assert "decoder.layers_0/mean trace 1" in " ".join(rows_of(page, "<h2>In s", "</s"))
+    assert "decoder.layers_0/mean trace 1" in " ".join(
+        rows_of(page, "<h2>In s", "</section")
+    )
     # A bound on a tall figure's height would shrink its text with it.
     (style,) = re.findall(r"figure svg \{([^}]*)\}", page)
     assert "height: auto" in style

@@ -92,7 +92,7 @@ def test_the_report_shows_the_checks(kept):
         difference = abs(check["first"] - check["second"])
         assert difference <= check["tolerance"]
         cells = f"<td class='n'>{difference:.2g}</td><td class='n'>"
-        assert f"{html.escape(check['name'])}</td>" in page
+        assert f"{html.escape(check['name'])}</th>" in page
         assert f"{cells}{check['tolerance']:.2g}</td>" in page
 
 

@@ -6,9 +6,13 @@ from typing import Any
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.report import model_facts
 from t5x_fwdloss.analysis.report.tables import (
+    cell,
     escaped,
+    head,
     number_cells,
+    row,
     section_id,
+    spaced,
     table,
     title_of,
 )
@@ -39,16 +43,21 @@ def headlines(results: Sequence[MeasurementResult]) -> str:
     """The first numbers of each measurement, with their errors, linked to the rest."""
     rows = []
     for result in results:
-        for number, (name, value) in enumerate(
-            list(result.numbers.items())[:NUM_HEADLINES]
-        ):
-            link = f"<a href='#{section_id(result.name)}'>{title_of(result.name)}</a>"
-            first = link if number == 0 else ""
-            rows.append(f"<tr><td>{first}</td>{number_cells(name, value)}</tr>")
+        link = f"<a href='#{section_id(result.name)}'>{title_of(result.name)}</a>"
+        shown = list(result.numbers.items())[:NUM_HEADLINES]
+        cells = [[cell(spaced(name)), *number_cells(x)] for name, x in shown]
+        rows += [row(link, *cells[0], height=len(cells))] if cells else []
+        rows += [f"<tr>{''.join(others)}</tr>" for others in cells[1:]]
     if not rows:
         return ""
-    head = "<th>Measurement<th>Number<th class='n'>Value<th class='e'>Error<th>Unit<th>"
-    return f"<section><h2>In short</h2>{table(head, rows)}</section>"
+    heads = [head("Measurement"), head("Number"), head("Value", "n")]
+    heads += [
+        head("Error", "e"),
+        head("Unit"),
+        head("<span class='unseen'>State</span>"),
+    ]
+    caption = "The first numbers of each measurement"
+    return f"<section><h2>In short</h2>{table(caption, heads, rows)}</section>"
 
 
 def contents(titles: Sequence[tuple[str, str]]) -> str:

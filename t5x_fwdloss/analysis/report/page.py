@@ -10,9 +10,12 @@ from t5x_fwdloss.analysis.report import header, model_facts, training
 from t5x_fwdloss.analysis.report.plots import Plot, drawn
 from t5x_fwdloss.analysis.report.style import PAGE, STYLE
 from t5x_fwdloss.analysis.report.tables import (
+    cell,
     definitions,
     escaped,
+    head,
     of_numbers,
+    row,
     section_id,
     table,
     title_of,
@@ -44,17 +47,44 @@ def render(
     title = "Curvature analysis"
     where = document["checkpoint"] or "no checkpoint"
     step = "" if document["step"] is None else f", step {document['step']}"
+    parts = [
+        header.headlines(results),
+        header.contents(_sections(document, results)),
+        part("facts", "What was measured", definitions(facts(document))),
+        *sections,
+        part(
+            "checks", "Checks before the measurements", _checks(document["preflight"])
+        ),
+        part(
+            "environment", "Where it was measured", definitions(environment(document))
+        ),
+    ]
+    lead = header.subject(document) + _lead(document, results)
+    return whole(f"{title}: {where}{step}", title, lead, parts)
+
+
+def whole(title: str, heading: str, lead: str, parts: Sequence[str]) -> str:
+    """A page.
+
+    Args:
+        title: its title, for the window.
+        heading: its first heading.
+        lead: what stands below that, HTML.
+        parts: its parts, HTML.
+    """
     return string.Template(PAGE).substitute(
-        title=escaped(f"{title}: {where}{step}"),
-        heading=title,
+        title=escaped(title),
+        heading=escaped(heading),
         style=STYLE,
-        lead=header.subject(document) + _lead(document, results),
-        headlines=header.headlines(results),
-        contents=header.contents(_sections(document, results)),
-        facts=_facts(document),
-        checks=_checks(document["preflight"]),
-        sections="\n".join(sections),
-        environment=_environment(document),
+        lead=lead,
+        parts="\n".join(filter(None, parts)),
+    )
+
+
+def part(identifier: str, title: str, content: str) -> str:
+    """A section with a title; content is HTML."""
+    return (
+        f"<section id='{identifier}'><h2>{escaped(title)}</h2>\n{content}\n</section>"
     )
 
 
@@ -87,7 +117,8 @@ def _lead(document, results) -> str:
     return f'<p>{escaped(" ".join(words))}</p><p class="{css}">{escaped(state)}</p>'
 
 
-def _facts(document) -> str:
+def facts(document: dict[str, Any]) -> dict[str, str]:
+    """What was measured, in words, by its name."""
     loss = document["loss"]
     target = document["batch_shapes"].get("decoder_target_tokens")
     shape = "" if target is None else f" of {target[0]} by {target[1]} target positions"
@@ -120,14 +151,15 @@ def _facts(document) -> str:
         rows[f"Products, {matrix.replace('_', ' ')}"] = how
     if document["parameters_left_out"]:
         rows["Left out"] = ", ".join(document["parameters_left_out"])
-    return definitions(rows)
+    return rows
 
 
-def _environment(document) -> str:
+def environment(document: dict[str, Any]) -> dict[str, str]:
+    """Where it was measured, in words, by its name."""
     found = document["environment"]
     mesh = found["mesh"]
     devices = f"{found['num_devices']} {found['device_kind']}"
-    rows = {
+    return {
         "Made": found["time"],
         "Devices": devices + (f", mesh {mesh}" if mesh else ""),
         "Processes": str(found["num_processes"]),
@@ -136,7 +168,6 @@ def _environment(document) -> str:
         "Commit": found["commit"] or DASH,
         "Wall time": f"{document.get('seconds', 0.0):.1f} s",
     }
-    return definitions(rows)
 
 
 def _outside(document) -> str:
@@ -148,14 +179,18 @@ def _checks(checks) -> str:
     if not checks:
         return "<p>Taken from an earlier part of this run.</p>"
     rows = [
-        f"<tr><td>{escaped(c['name'])}</td><td class='n'>{c['first']:.9g}</td>"
-        f"<td class='n'>{c['second']:.9g}</td>"
-        f"<td class='n'>{abs(c['first'] - c['second']):.2g}</td>"
-        f"<td class='n'>{c['tolerance']:.2g}</td></tr>"
+        row(
+            escaped(c["name"]),
+            cell(f"{c['first']:.9g}", "n"),
+            cell(f"{c['second']:.9g}", "n"),
+            cell(f"{abs(c['first'] - c['second']):.2g}", "n"),
+            cell(f"{c['tolerance']:.2g}", "n"),
+        )
         for c in checks
     ]
-    head = "<th>Check<th class='n'>One<th class='n'>Other<th class='n'>Difference"
-    return table(f"{head}<th class='n'>Allowed", rows)
+    heads = [head("Check")]
+    heads += [head(name, "n") for name in ("One", "Other", "Difference", "Allowed")]
+    return table("Two computations of each number, and their difference", heads, rows)
 
 
 def _section(result: MeasurementResult, plots: Sequence[Plot]) -> str:
@@ -167,8 +202,10 @@ def _section(result: MeasurementResult, plots: Sequence[Plot]) -> str:
     settings = ", ".join(
         f"{k} = {v}" for k, v in result.settings.items() if k != "name"
     )
+    title = title_of(result.name)
+    numbers = of_numbers(html.unescape(title), result.numbers)
     return (
-        f"<section id='{section_id(result.name)}'><h2>{title_of(result.name)}</h2>{notes}{''.join(figures)}"
-        f"{of_numbers(result.numbers)}<p class='small'>{escaped(result.kind)}: "
+        f"<section id='{section_id(result.name)}'><h2>{title}</h2>{notes}"
+        f"{''.join(figures)}{numbers}<p class='small'>{escaped(result.kind)}: "
         f"{escaped(settings)}. {result.seconds:.1f} s.</p></section>"
     )

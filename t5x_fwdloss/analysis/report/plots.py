@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.figure import Figure
 
@@ -17,10 +17,12 @@ class Plot:
     Attributes:
         caption: its caption.
         draw: draws the figure of a result; returns None if there is nothing to draw.
+        overlay: draws the results of several runs, by the runs' labels, in one figure.
     """
 
     caption: str
     draw: Callable[[MeasurementResult], Figure | None]
+    overlay: Callable[[Mapping[str, MeasurementResult]], Figure | None] | None = None
 
 
 def drawn(result: MeasurementResult, plots: Sequence[Plot]) -> list[tuple[str, str]]:
@@ -30,6 +32,11 @@ def drawn(result: MeasurementResult, plots: Sequence[Plot]) -> list[tuple[str, s
         with figures.settings():
             figure = plot.draw(result)
             if figure is not None:
-                salt = re.sub(r"\W", "-", f"{result.name}-{number}")
-                found.append((plot.caption, figures.to_svg(figure, salt)))
+                svg = figures.to_svg(figure, salt_of(result.name, number))
+                found.append((plot.caption, svg))
     return found
+
+
+def salt_of(name: str, number: int) -> str:
+    """The name of one of a measurement's figures, for the ids in it."""
+    return re.sub(r"\W", "-", f"{name}-{number}")

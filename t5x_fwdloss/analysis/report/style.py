@@ -1,4 +1,4 @@
-"""The report's page and its look: a template and a style sheet, light and dark."""
+"""The report's page and its look: a template and a style sheet: light, dark, on paper."""
 
 STYLE = """
 :root {
@@ -10,7 +10,7 @@ STYLE = """
   --series-0: #2563a8; --series-1: #d1661a; --series-2: #2e8b57;
   --series-3: #8a4fa3; --series-4: #b03a5b;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #14171b; --card: #1b1f25; --ink: #e6e9ed; --faint: #98a2ae;
     --grid: #2c323a; --line: #333a43;
@@ -43,19 +43,42 @@ figure { margin: 0 0 1.1rem; }
 figure svg { width: 100%; height: auto; display: block; }
 figcaption, .small { color: var(--faint); font-size: .85rem; }
 p.small { margin: .75rem 0 0; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; position: relative; }
 table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td {
   text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line);
   white-space: nowrap; font-variant-numeric: tabular-nums; vertical-align: baseline;
 }
 td.small { white-space: normal; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
-th { color: var(--faint); font-weight: 500; }
+tbody th, td:first-child {
+  white-space: normal; overflow-wrap: break-word; min-width: 11rem;
+}
+td.fact { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
+thead .warn { white-space: normal; display: inline-block; max-width: 11rem; }
+dl + .wide, .wide + .wide { margin-top: 1.1rem; }
+th { font-weight: 500; }
+thead th { color: var(--faint); }
+tbody th { font-weight: inherit; }
+caption, .unseen {
+  position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
+  white-space: nowrap;
+}
 .n { text-align: right; }
-tbody tr:last-child td { border-bottom: 0; }
 .good { color: var(--good); } .warn { color: var(--warn); } .bad { color: var(--bad); }
-@media print { section { break-inside: avoid; } }
+@media print {
+  :root { color-scheme: light; --page: #fff; --card: #fff; --faint: #4a525c; }
+  @page { margin: 15mm; }
+  body { font-size: 10pt; }
+  main { max-width: none; padding: 0; }
+  section { border: 0; border-radius: 0; padding: 0; margin-top: 8mm; }
+  h1, h2, thead { break-after: avoid; }
+  figure, tr, dt, dd { break-inside: avoid; }
+  a { color: inherit; }
+  .wide { overflow: visible; }
+  table { font-size: .8rem; }
+  th, td { white-space: normal; overflow-wrap: anywhere; padding-right: .5rem; }
+  tbody th, td:first-child { min-width: 7rem; }
+}
 """
 
 PAGE = """<!DOCTYPE html>
@@ -72,18 +95,7 @@ PAGE = """<!DOCTYPE html>
 <h1>$heading</h1>
 $lead
 </header>
-$headlines
-$contents
-<section id="facts"><h2>What was measured</h2>
-$facts
-</section>
-$sections
-<section id="checks"><h2>Checks before the measurements</h2>
-$checks
-</section>
-<section id="environment"><h2>Where it was measured</h2>
-$environment
-</section>
+$parts
 </main>
 </body>
 </html>

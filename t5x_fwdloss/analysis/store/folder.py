@@ -20,7 +20,6 @@ from etils import epath
 
 from t5x_fwdloss.analysis.numbers import (
     MeasurementResult,
-    arrays_digest,
     result_from_json,
     result_to_json,
 )
@@ -271,27 +270,12 @@ class RunFolder:
             kept = path.exists()
         if kept:
             found = records.read(path)
-            return found, _arrays(found, self._work / f"{name}.npz")
+            return found, records.arrays(found, self._work / f"{name}.npz")
         results = self._results() or {"measurements": []}
         for found in results["measurements"]:
             if found["name"] == name and found["status"] == "finished":
-                return found, _arrays(found, self.path / f"{name}.npz")
+                return found, records.arrays(found, self.path / f"{name}.npz")
         return None, {}
-
-
-def _arrays(found, path) -> dict[str, np.ndarray]:
-    """The arrays of a stored result.
-
-    Raises:
-        StorageError: they are not the arrays that were stored with it.
-    """
-    arrays = files.read_arrays(path)
-    if arrays_digest(arrays) != found["arrays_sha256"]:
-        raise files.StorageError(
-            f"{path} must hold the arrays that a run wrote there: their checksum "
-            "differs. If it is damaged, move it away, or choose another folder."
-        )
-    return arrays
 
 
 def _short(value: Any) -> str:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
-from t5x_fwdloss.analysis.numbers import to_json
+from t5x_fwdloss.analysis.numbers import arrays_digest, to_json
 from t5x_fwdloss.analysis.store import files
 
 CHECKSUM = "sha256"
@@ -41,6 +42,25 @@ def read(path: epath.PathLike) -> dict[str, Any]:
         f"{path} must hold what a run of this version wrote there: its checksum "
         "is missing or differs. If it is damaged, move it away, or choose another folder."
     )
+
+
+def arrays(found: Mapping[str, Any], path: epath.PathLike) -> dict[str, np.ndarray]:
+    """The arrays of a stored result.
+
+    Args:
+        found: the result, with the checksum of its arrays.
+        path: their file.
+
+    Raises:
+        StorageError: they are not the arrays that were stored with it.
+    """
+    stored = files.read_arrays(path)
+    if arrays_digest(stored) != found["arrays_sha256"]:
+        raise files.StorageError(
+            f"{path} must hold the arrays that a run wrote there: their checksum "
+            "differs. If it is damaged, move it away, or choose another folder."
+        )
+    return stored
 
 
 def _digest(content) -> str:

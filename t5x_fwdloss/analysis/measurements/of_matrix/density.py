@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
@@ -19,7 +20,6 @@ from t5x_fwdloss.analysis.numbers import (
 )
 from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.analysis.report import figures
-from t5x_fwdloss.analysis.report.figures import SERIES
 from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.curvature.estimators import damped_sums, smoothing
 from t5x_fwdloss.curvature.estimators.slq import (
@@ -134,6 +134,7 @@ class SpectralDensity(MatrixMeasurement):
                 "The density of the eigenvalues, smoothed; nodes and weights are in the "
                 ".npz file, for other widths and grids.",
                 _density,
+                _densities,
             ),
         )
 
@@ -209,33 +210,51 @@ def arrays_of(samples: SpectralSamples) -> dict[str, np.ndarray]:
 
 def _density(result: MeasurementResult) -> Figure | None:
     """The density of the eigenvalues with its band, by value and by magnitude."""
-    found = spectral_samples(result)
-    left, right = figures.panels(2, columns=2)
-    for axis, samples in (
-        (left, found),
-        (right, smoothing.log_magnitudes(found, 1e-8)),
-    ):
-        curve = smoothing.density(samples)
-        axis.plot(curve.grid, curve.mean, color=SERIES[0], label="mean over probes")
-        top = curve.mean.max()
-        if samples.num_probes > 1:
-            top = curve.high.max()
-            axis.fill_between(
-                curve.grid,
-                curve.low,
-                curve.high,
-                color=SERIES[0],
-                alpha=0.2,
-                linewidth=0,
-                label=f"{curve.confidence:.0%} band",
-            )
-        axis.set_ylim(bottom=_floor(curve.mean), top=2 * top)
-        axis.set_yscale("log")
-    left.set_ylabel("density")
-    left.set_xlabel(f"eigenvalue, {result.numbers['trace'].unit}")
-    right.set_xlabel("log10 of its magnitude")
+    left = _drawn({"mean over probes": result}, "{:.0%} band")
     left.legend(loc="best")
     return left.get_figure(root=True)
+
+
+def _densities(results: Mapping[str, MeasurementResult]) -> Figure | None:
+    """The densities of several runs, each with its band."""
+    # matplotlib leaves labels that begin so out of the legend.
+    return figures.with_legend_above(_drawn(results, "_{:.0%} band"))
+
+
+def _drawn(results, band) -> Axes:
+    left, right = figures.panels(2, columns=2)
+    bounds = {left: [], right: []}
+    for number, (label, of_run) in enumerate(results.items()):
+        found = spectral_samples(of_run)
+        look = figures.series(number)
+        for axis, samples in (
+            (left, found),
+            (right, smoothing.log_magnitudes(found, 1e-8)),
+        ):
+            curve = smoothing.density(samples)
+            axis.plot(curve.grid, curve.mean, label=label, **look)
+            top = curve.mean.max()
+            if samples.num_probes > 1:
+                top = curve.high.max()
+                axis.fill_between(
+                    curve.grid,
+                    curve.low,
+                    curve.high,
+                    color=look["color"],
+                    alpha=0.2,
+                    linewidth=0,
+                    label=band.format(curve.confidence),
+                )
+            bounds[axis].append((_floor(curve.mean), 2 * top))
+    for axis, ends in bounds.items():
+        lows, tops = zip(*ends, strict=True)
+        axis.set_ylim(bottom=min(lows), top=max(tops))
+        axis.set_yscale("log")
+    left.set_ylabel("density")
+    unit = next(iter(results.values())).numbers["trace"].unit
+    left.set_xlabel(f"eigenvalue, {unit}")
+    right.set_xlabel("log10 of its magnitude")
+    return left
 
 
 def spectral_samples(result: MeasurementResult) -> SpectralSamples:

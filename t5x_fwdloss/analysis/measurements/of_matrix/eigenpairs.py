@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -151,6 +151,7 @@ class Eigenpairs(MatrixMeasurement):
             Plot(
                 "Eigenvalues; the bar is the true residual: an eigenvalue lies within it.",
                 _eigenvalues,
+                _eigenvalues_of_runs,
             ),
             Plot("Convergence: the wanted pairs after every product.", _convergence),
         )
@@ -272,6 +273,11 @@ class Eigenpairs(MatrixMeasurement):
 
 
 _ENDS = ("largest_", "smallest_")
+_MARKERS = "os^Dv<>"
+
+
+def _is_pair(name: str) -> bool:
+    return re.fullmatch(r"(largest|smallest)_\d+", name) is not None
 
 
 def _with_noise(found, noise):
@@ -298,7 +304,7 @@ def _extremes(state) -> str:
 
 def _eigenvalues(result: MeasurementResult) -> Figure | None:
     """The eigenvalues in order, with their errors as bars."""
-    names = [n for n in result.numbers if re.fullmatch(r"(largest|smallest)_\d+", n)]
+    names = [n for n in result.numbers if _is_pair(n)]
     numbers = [result.numbers[n] for n in names]
     values = np.asarray([number.value for number in numbers])
     errors = np.asarray([number.error for number in numbers])
@@ -327,6 +333,43 @@ def _eigenvalues(result: MeasurementResult) -> Figure | None:
     axis.set_ylabel(f"eigenvalue, {result.numbers[names[0]].unit}")
     axis.legend(loc="best")
     return axis.get_figure(root=True)
+
+
+def _eigenvalues_of_runs(results: Mapping[str, MeasurementResult]) -> Figure | None:
+    """The eigenvalues of several runs side by side; hollow: not converged."""
+    named = {n: None for x in results.values() for n in x.numbers if _is_pair(n)}
+    ends = {end: [n for n in named if n.startswith(end)] for end in _ENDS}
+    place = lambda name: int(name.rpartition("_")[2])
+    names = sorted(ends["largest_"], key=place)
+    names += sorted(ends["smallest_"], key=place, reverse=True)
+    (axis,) = figures.panels(1)
+    axis.axhline(0.0, color=FAINT, linewidth=0.8)
+    for number, (label, found) in enumerate(results.items()):
+        # The runs' points of one eigenvalue lie beside each other.
+        shift = 0.6 * ((number + 0.5) / len(results) - 0.5)
+        for converged in (True, False):
+            points = [
+                (names.index(name) + shift, x.value, x.error)
+                for name, x in found.numbers.items()
+                if name in named and x.converged == converged
+            ]
+            if points:
+                x, y, errors = zip(*points, strict=True)
+                axis.errorbar(
+                    x,
+                    y,
+                    yerr=errors,
+                    fmt=_MARKERS[number % len(_MARKERS)],
+                    color=SERIES[number % len(SERIES)],
+                    markerfacecolor=None if converged else "none",
+                    capsize=3,
+                    label=label if converged else f"{label}, not converged",
+                )
+    axis.set_xticks(range(len(names)), [name.replace("_", " ") for name in names])
+    axis.tick_params(axis="x", rotation=30)
+    unit = next(iter(results.values())).numbers[names[0]].unit
+    axis.set_ylabel(f"eigenvalue, {unit}")
+    return figures.with_legend_above(axis)
 
 
 def _convergence(result: MeasurementResult) -> Figure | None:

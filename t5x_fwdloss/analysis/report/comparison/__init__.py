@@ -1,0 +1,1 @@
+"""Several runs side by side: what differs between them, and their numbers."""
