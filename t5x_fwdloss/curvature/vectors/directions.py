@@ -9,6 +9,7 @@ References:
 """
 
 import collections.abc
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -111,15 +112,18 @@ def filter_normalized(
         )
     ]
 
-    @jax.jit
-    def scaled(leaves, params):
-        return [
-            _matched(leaf, param.astype(leaf.dtype), axis)
-            for leaf, param, axis in zip(leaves, params, axes, strict=True)
-        ]
-
-    leaves = scaled(jax.tree.leaves(vector), jax.tree.leaves(floats))
+    leaves = _filter_normalized(
+        jax.tree.leaves(vector), jax.tree.leaves(floats), tuple(axes)
+    )
     return jax.tree.unflatten(jax.tree.structure(vector), leaves)
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _filter_normalized(leaves, params, axes):
+    return [
+        _matched(leaf, param.astype(leaf.dtype), axis)
+        for leaf, param, axis in zip(leaves, params, axes, strict=True)
+    ]
 
 
 def overlaps(
