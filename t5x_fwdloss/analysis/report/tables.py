@@ -88,7 +88,7 @@ def _grid(numbers: dict[str, Number]) -> str:
     rows = []
     for label in labels:
         cells = [numbers.get(f"{label}/{column}") for column in columns]
-        rows.append(f"<tr><td>{escaped(label)}</td>{''.join(map(_cell, cells))}</tr>")
+        rows.append(f"<tr><td>{escaped(label)}</td>{''.join(map(cell_of, cells))}</tr>")
     kinds = {
         f"{_spaced(name.rpartition('/')[2])}: {escaped(number.error_kind)}": None
         for name, number in numbers.items()
@@ -100,7 +100,8 @@ def _grid(numbers: dict[str, Number]) -> str:
     return table(f"<th>{''.join(heads)}", rows) + about
 
 
-def _cell(number: Number | None) -> str:
+def cell_of(number: Number | None) -> str:
+    """The cell of a number in a grid: its value, its error, a star if unconverged."""
     if number is None:
         return "<td class='n'></td>"
     error = format_error(number)

@@ -126,6 +126,32 @@ def _filter_normalized(leaves, params, axes):
     ]
 
 
+def subspace_overlap(first: list[PyTree], second: list[PyTree]) -> float:
+    r"""How far two spans of vectors agree: 1 for the same, 0 for orthogonal ones.
+
+    With the orthogonal projections $P$ and $Q$ onto the spans it is
+    $\mathrm{tr}(P Q) / \sqrt{\mathrm{tr}\,P\;\mathrm{tr}\,Q}$, for spans of the same
+    dimension the mean squared cosine of their principal angles (Gur-Ari, Roberts, Dyer
+    2018, section 3).
+
+    Args:
+      first: Linearly independent vectors.
+      second: Others of the same shapes.
+
+    Returns:
+      The overlap.
+    """
+    first, second = (list(map(normalized, vectors)) for vectors in (first, second))
+
+    def inners(rows, columns):
+        return np.array([[float(trees.inner(a, b)) for b in columns] for a in rows])
+
+    cross = inners(first, second)
+    left = np.linalg.solve(inners(first, first), cross)
+    right = np.linalg.solve(inners(second, second), cross.T)
+    return float(np.sum(left * right.T) / np.sqrt(len(first) * len(second)))
+
+
 def overlaps(
     vector: PyTree, eigenvectors: list[PyTree]
 ) -> tuple[Float[np.ndarray, " k"], float]:
