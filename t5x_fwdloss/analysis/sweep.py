@@ -188,15 +188,19 @@ class _Sweep:
 
     def run(self, follow_until: int | None, poll_seconds: int) -> int:
         """Measure step after step, and wait for more where asked; the exit status."""
-        known: list[int] = []
+        known: set[int] = set()
         while True:
             self._look(follow_until)
+            # All at once, so that the files never lack what was finished before.
+            for step in self._steps():
+                if step not in known and self._is_finished(step):
+                    known.add(step)
             for step in self._steps():
                 if step in known:
                     continue
                 if preemption.told() or self._measure(step) == preemption.STATUS:
                     return self._stopped()
-                known.append(step)
+                known.add(step)
                 self._write()
             if follow_until is None or self._complete(follow_until):
                 break
@@ -227,27 +231,30 @@ class _Sweep:
 
     def _measure(self, step: int) -> int:
         path, folder = self._paths[step], self._path / f"step_{step}"
-        time_of = multihost.from_primary_doing(
-            self._primary, lambda: checkpoint_steps.time_of(path)
-        )
-        status = 0
-        if not self._is_finished(step, time_of):
-            try:
-                params, status = self._analyze(path, folder, self._vectors(step))
-                if status == preemption.STATUS:
-                    return status
-                self._documents[step] = self._document(folder)
-                self._compare(step, params)
-                del params
-            except (files.StorageError, NonFiniteLossError, PreflightError) as error:
-                logging.error("Step %d was not measured: %s", step, error)
-                self._failures[step] = error
-            gc.collect()
-            freed_memory.give_back()
+        time_of = self._time(step)
+        try:
+            params, status = self._analyze(path, folder, self._vectors(step))
+            if status == preemption.STATUS:
+                return status
+            self._documents[step] = self._document(folder)
+            self._compare(step, params)
+            del params
+        except (files.StorageError, NonFiniteLossError, PreflightError) as error:
+            logging.error("Step %d was not measured: %s", step, error)
+            self._failures[step] = error
+            status = 1
+        gc.collect()
+        freed_memory.give_back()
         self._times[step] = time_of
         return status
 
-    def _is_finished(self, step: int, time_of: int | None) -> bool:
+    def _time(self, step: int) -> int | None:
+        """When the checkpoint was written, if it is there and its storage says so."""
+        return multihost.from_primary_doing(
+            self._primary, lambda: checkpoint_steps.time_of(self._paths[step])
+        )
+
+    def _is_finished(self, step: int) -> bool:
         """Whether the step has the results of this sweep; reads them, restores nothing."""
         folder = RunFolder(self._path / f"step_{step}", self._primary)
         document = folder.document()
@@ -258,6 +265,7 @@ class _Sweep:
         )
         wanted = self._identity | {"checkpoint": self._paths[step], "step": step}
         recorded = self._recorded_times.get(step)
+        time_of = self._time(step)
         unchanged = time_of is not None and time_of == recorded
         if exists and (not unchanged or _needs_optimizer(self._measurements)):
             return False
@@ -355,7 +363,8 @@ class _Sweep:
         neighbors = [
             x
             for _, x in sorted(self._neighbors.items(), key=lambda x: x[0][2:])
-            if (x["earlier"], x["later"]) in set(itertools.pairwise(steps))
+            if x["later"] in self._documents
+            and (x["earlier"], x["later"]) in set(itertools.pairwise(steps))
         ]
         return {
             "schema": SCHEMA,
