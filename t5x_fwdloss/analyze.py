@@ -16,6 +16,7 @@ if __name__ == "__main__":  # the imports take seconds, in which nothing else is
     sys.stderr.write("t5x_fwdloss.analyze: importing T5X, JAX and TensorFlow\n")
 
 import contextlib
+import copy
 import functools
 import os
 import warnings
@@ -36,6 +37,7 @@ from flax import linen as nn
 from t5x import gin_utils, partitioning, utils
 from t5x import models as t5x_models
 
+from t5x_fwdloss.analysis import checkpoint_steps as steps_lib
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.command_line import (
@@ -73,9 +75,14 @@ def analyze(
     folding: bool = True,
     compilation_cache_dir: settings.Path | None = None,
     learning_rate_fn: optimizer_lib.LearningRate | None = None,
+    checkpoint_steps: steps_lib.CheckpointSteps | None = None,
+    train_steps: settings.Count | None = None,
+    follow: bool = False,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
+
+    With `checkpoint_steps` it measures several checkpoints of a training run.
 
     Args:
         model: the user's own T5X model; its loss is exchanged here.
@@ -101,6 +108,10 @@ def analyze(
             None: JAX's own settings.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
             of stability beside preconditioned eigenvalues.
+        checkpoint_steps: 'all', 'every N' or a list of steps: a sweep over the
+            checkpoints of the model folder in `restore_checkpoint_cfg`; None: one.
+        train_steps: the step at which the training ends, for `follow`.
+        follow: whether a sweep waits for further checkpoints, up to `train_steps`.
         config_text: the gin configuration, kept with the results.
 
     Raises:
@@ -122,7 +133,17 @@ def analyze(
     model = models.with_loss(model, loss_impl, loss_chunk_length)
     loss_mixin.check_no_other_loss(model)
     # Before the data, which may take a while to load.
-    checkpoint.find_checkpoint(restore_checkpoint_cfg)
+    if checkpoint_steps is None:
+        steps_lib.check_alone(follow=follow)
+        checkpoint.find_checkpoint(restore_checkpoint_cfg)
+    else:
+        steps_lib.check(
+            path,
+            checkpoint_steps,
+            follow=follow,
+            train_steps=train_steps,
+            output_dir=output_dir,
+        )
     is_primary = jax.process_index() == 0
     with progress.stage(
         f"Reading {num_batches} batches of {dataset.task_name(dataset_cfg)}",
@@ -153,34 +174,58 @@ def analyze(
                 partitioner=partitioner,
             )
 
-    where = (partitioner, restore_checkpoint_cfg, use_orbax)
     plain = initializer(None)  # no optimizer state
     measurement_list.check_groups(measurements, plain.global_train_state_shape.params)
-    restorer = checkpoint.Restorer(plain, *where)
-    restored = restorer.restore()
-    host = analysis.HostInfo(
-        checkpoint=restored.path,
-        step=restored.step,
-        mesh=partitioner.mesh,
-        load_params=lambda path: restorer.restore(path).params,
-        load_preconditioner=lambda: host_optimizer.load(
-            initializer(model.optimizer_def), *where, learning_rate=learning_rate_fn
-        ),
-        is_primary=is_primary,
-        config_text=config_text,
-        task=dataset.task_name(dataset_cfg),
-        optimizer=host_optimizer.name_of(model.optimizer_def),
+    restorer = checkpoint.Restorer(
+        plain, partitioner, restore_checkpoint_cfg, use_orbax
     )
+
+    def load(path: str | None = None) -> tuple[Any, analysis.HostInfo]:
+        restored = restorer.restore(path)
+        cfg = copy.copy(
+            restore_checkpoint_cfg
+        )  # dataclasses.replace would rename twice
+        cfg.path = restored.path
+        return restored.params, analysis.HostInfo(
+            checkpoint=restored.path,
+            step=restored.step,
+            mesh=partitioner.mesh,
+            load_params=lambda other: restorer.restore(other).params,
+            load_preconditioner=lambda: host_optimizer.load(
+                initializer(model.optimizer_def),
+                partitioner,
+                cfg,
+                use_orbax,
+                learning_rate=learning_rate_fn,
+            ),
+            is_primary=is_primary,
+            config_text=config_text,
+            task=dataset.task_name(dataset_cfg),
+            optimizer=host_optimizer.name_of(model.optimizer_def),
+        )
+
+    run = functools.partial(
+        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
+        objective,
+        measurements=measurements,
+        output_dir=output_dir,
+        seed=seed,
+        memory_budget=memory_budget,
+        fold=folding,
+    )
+    if checkpoint_steps is None:
+        params, host = load()
+        with on_mesh(partitioner):
+            return run(params, host=host)
+
     with on_mesh(partitioner):
-        return analysis.run_analysis(
-            objective,
-            restored.params,
-            measurements=measurements,
-            output_dir=output_dir,
-            seed=seed,
-            host=host,
-            memory_budget=memory_budget,
-            fold=folding,
+        return run(
+            load,
+            model_dir=path,
+            steps=checkpoint_steps,
+            learning_rate=learning_rate_fn,
+            follow_until=train_steps if follow else None,
+            is_primary=is_primary,
         )
 
 
@@ -229,7 +274,8 @@ def attempt(values: Any) -> int:
     def configure():
         _parse(values)
         configured = gin.get_configurable(analyze)
-        run = functools.partial(configured, config_text=gin.config_str())
+        more = {"follow": True} if getattr(values, "follow", False) else {}
+        run = functools.partial(configured, config_text=gin.config_str(), **more)
         # From here on; JAX alone would get SIGTERM, and the run would not stop.
         return preemption.listening()(run) if values.multiprocess_gpu else run
 
@@ -295,6 +341,7 @@ if __name__ == "__main__":
     from t5x_fwdloss.command_line import arguments
 
     FLAGS = flags.FLAGS
+    arguments.define_follow()
     flags.DEFINE_multi_string(
         "gin_file", None, "gin file; repeat it, later files override earlier ones."
     )

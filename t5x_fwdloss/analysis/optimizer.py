@@ -13,6 +13,7 @@ With the momentum $\beta$, steps are stable while the eigenvalues of $P A$ are b
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -141,12 +142,17 @@ def _kept(update, state, params) -> float:
     """The decay of the second moment in one update; 0 if there is none."""
     zero = jax.tree.map(jnp.zeros_like, trees.float_part(params))
     with jax.enable_x64(True):
-        _, new = jax.jit(update)(trees.merge(zero, params), state, params)
+        _, new = _jitted(update)(trees.merge(zero, params), state, params)
     for node in _nodes(new, optax.ScaleByAdamState):
         return _largest(node.nu) / LARGE
     for node in _nodes(new, optax.FactoredState):
         return _largest((node.v, node.v_row)) / LARGE
     return 0.0
+
+
+@functools.lru_cache(maxsize=8)  # or every checkpoint would compile it again
+def _jitted(update):
+    return jax.jit(update)
 
 
 def _with_large_moments(node):

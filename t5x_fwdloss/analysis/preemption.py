@@ -16,6 +16,7 @@ from t5x_fwdloss.analysis.store import multihost
 STATUS = 143
 
 _signaled = threading.Event()
+_listening: list[bool] = []
 
 
 class Preempted(Exception):
@@ -26,10 +27,11 @@ class Preempted(Exception):
 def listening() -> Iterator[None]:
     """Records SIGTERM, where it would end the process or reach JAX alone.
 
+    Inside of another `listening` it has no effect: a signal lasts until the outer ends.
     A second signal ends the process. It works in the main thread only: others get no
     signals.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if _listening or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -39,9 +41,11 @@ def listening() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
 
     before = signal.signal(signal.SIGTERM, note)
+    _listening.append(True)
     try:
         yield
     finally:
+        _listening.clear()
         _signaled.clear()
         # None: a handler of JAX's, which cannot be restored.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

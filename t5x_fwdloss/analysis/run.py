@@ -93,6 +93,7 @@ def run_analysis(
     host: HostInfo | None = None,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    eigenvectors_dir: settings_lib.Path | None = None,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
 
@@ -107,6 +108,8 @@ def run_analysis(
         memory_budget: bytes per device that linearized products may take; None: half of
             the free memory; 0: everything is differentiated anew for each vector.
         fold: whether to rewrite linearized products to read less memory.
+        eigenvectors_dir: a folder for the eigenvectors that a measurement finds and does
+            not save itself; None: they are dropped.
 
     Invalid input raises `ValueError`, if possible before anything is compiled.
 
@@ -134,6 +137,9 @@ def run_analysis(
         fold=fold,
         load_preconditioner=host.load_preconditioner,
         vectors_path=folder.vectors_path,
+        eigenvectors_dir=(
+            None if eigenvectors_dir is None else files.user_path(eigenvectors_dir)
+        ),
     )
     for measurement in measurements:
         measurement.validate(context)
@@ -330,7 +336,7 @@ def _finish(folder, document, outcomes, plots, host) -> int:
         results = [result_from_json(result_to_json(x), x.arrays) for x in results]
         text = page.render(document, results, plots)
         other = {"report.html": text.encode(), "config.gin": host.config_text.encode()}
-        events.write(folder.path, results, host.step or 0)
+        events.write(folder.path, {host.step or 0: events.scalars(results)})
         folder.complete(document, other)
         print_table(document, results, folder.path / "report.html")
     for failure in failures:

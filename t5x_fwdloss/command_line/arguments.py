@@ -34,7 +34,13 @@ def rewrite_gin_flags(argv: Sequence[str]) -> list[str]:
     return rewritten
 
 
-def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) -> None:
+def run(
+    function: Callable[..., Any],
+    run_file: str,
+    macros: Mapping[str, str],
+    *,
+    has_follow: bool = False,
+) -> None:
     """Runs a function of the script with the arguments that gin binds to it.
 
     Args:
@@ -42,7 +48,10 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
             it returns is the exit status.
         run_file: the gin file that binds its arguments.
         macros: names of the macros that need a value, each with a remedy.
+        has_follow: whether the function takes `follow`, by the flag `--follow`.
     """
+    if has_follow:
+        define_follow()
     flags.DEFINE_multi_string("gin_file", [], "gin file; repeat it for several.")
     flags.DEFINE_multi_string("gin_bindings", [], "one gin binding, NAME = VALUE.")
     flags.DEFINE_list("gin_search_paths", ["."], "folders to look for gin files in.")
@@ -59,6 +68,13 @@ def run(function: Callable[..., Any], run_file: str, macros: Mapping[str, str]) 
     except ValueError as error:
         sys.exit(f"{function.__name__}: {error}")
     app.run(main, argv=argv)
+
+
+def define_follow() -> None:
+    """Defines the flag `--follow` of both analyses."""
+    flags.DEFINE_boolean(
+        "follow", False, "wait for new checkpoints of a running job, to TRAIN_STEPS."
+    )
 
 
 def attempt(
@@ -78,7 +94,8 @@ def attempt(
 
     def configure():
         configured = parse(function, values, run_file, macros)
-        return functools.partial(configured, config_text=gin.config_str())
+        more = {"follow": True} if getattr(values, "follow", False) else {}
+        return functools.partial(configured, config_text=gin.config_str(), **more)
 
     return exit_status.exit_status(function.__name__, configure, function)
 

@@ -14,6 +14,7 @@ import sys
 if __name__ == "__main__":  # the imports take seconds, in which nothing else is said
     sys.stderr.write("t5x_fwdloss.standalone.analyze: importing JAX and TensorFlow\n")
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax
 import optax
 
 from t5x_fwdloss import analysis, progress
+from t5x_fwdloss.analysis import checkpoint_steps as steps_lib
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.command_line import compilation_cache, initialization
@@ -60,9 +62,14 @@ def analyze(
     compilation_cache_dir: settings.Path | None = None,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
+    checkpoint_steps: steps_lib.CheckpointSteps | None = None,
+    train_steps: settings.Count | None = None,
+    follow: bool = False,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
+
+    With `checkpoint_steps` it measures several checkpoints of a training run.
 
     Args:
         model: the network and its loss, which needs forward mode.
@@ -85,6 +92,10 @@ def analyze(
         optimizer: that of the training, for preconditioned measurements.
         learning_rate: its learning rate or schedule, if the optimizer itself does not
             tell it.
+        checkpoint_steps: 'all', 'every N' or a list of steps: a sweep over the
+            checkpoints of the model folder `checkpoint_path`; None: one checkpoint.
+        train_steps: the step at which the training ends, for `follow`.
+        follow: whether a sweep waits for further checkpoints, up to `train_steps`.
         config_text: the gin configuration, kept with the results.
 
     `ValueError` names bad input before anything is read or compiled.
@@ -96,7 +107,17 @@ def analyze(
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
-    path = str(checkpoints.find(checkpoint_path))
+    if checkpoint_steps is None:
+        steps_lib.check_alone(follow=follow)
+        checkpoint_path = str(checkpoints.find(checkpoint_path))
+    else:
+        steps_lib.check(
+            checkpoint_path,
+            checkpoint_steps,
+            follow=follow,
+            train_steps=train_steps,
+            output_dir=output_dir,
+        )
     with progress.stage(f"Reading {num_batches} batches of {split}"):
         batches = data.fixed_batches(dataset, split, num_batches)
     with initialization.of_parameters():
@@ -109,40 +130,55 @@ def analyze(
         dropout_seed=dropout_seed,
         precision=matmul_precision,
     )
-    with progress.stage(f"Restoring {path}"):
-        step, params = checkpoints.restore_params(path, like)
-    host = analysis.HostInfo(
-        checkpoint=path,
-        step=step,
-        load_params=lambda other: checkpoints.restore_params(other, like)[1],
-        load_preconditioner=(
-            None
-            if optimizer is None
-            else lambda: optimizer_lib.of_update(
-                optimizer.update,
-                checkpoints.restore_optimizer(path, optimizer.init(params)),
-                params,
-                learning_rate=optimizer_lib.at_step(learning_rate, step),
-            )
-        ),
-        config_text=config_text,
-        optimizer=(
-            ""
-            if optimizer is None
-            else optimizer_lib.name_of(jax.eval_shape(optimizer.init, params))
-        ),
-        task=dataset.mixture_or_task_name,
-    )
-    return analysis.run_analysis(
+
+    def load(path: str) -> tuple[Any, analysis.HostInfo]:
+        with progress.stage(f"Restoring {path}"):
+            step, params = checkpoints.restore_params(path, like)
+        return params, analysis.HostInfo(
+            checkpoint=path,
+            step=step,
+            load_params=lambda other: checkpoints.restore_params(other, like)[1],
+            load_preconditioner=(
+                None
+                if optimizer is None
+                else functools.partial(
+                    _preconditioner, optimizer, path, params, rate(step)
+                )
+            ),
+            config_text=config_text,
+            optimizer=(
+                ""
+                if optimizer is None
+                else optimizer_lib.name_of(jax.eval_shape(optimizer.init, params))
+            ),
+            task=dataset.mixture_or_task_name,
+        )
+
+    rate = functools.partial(optimizer_lib.at_step, learning_rate)
+    run = functools.partial(
+        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
         objective,
-        params,
         measurements=measurements,
         output_dir=output_dir,
         seed=seed,
-        host=host,
         memory_budget=memory_budget,
         fold=folding,
     )
+    if checkpoint_steps is None:
+        params, host = load(checkpoint_path)
+        return run(params, host=host)
+    return run(
+        load,
+        model_dir=checkpoint_path,
+        steps=checkpoint_steps,
+        learning_rate=learning_rate,
+        follow_until=train_steps if follow else None,
+    )
+
+
+def _preconditioner(optimizer, path, params, rate) -> optimizer_lib.Preconditioner:
+    state = checkpoints.restore_optimizer(path, optimizer.init(params))
+    return optimizer_lib.of_update(optimizer.update, state, params, learning_rate=rate)
 
 
 def _check_optimizer(optimizer, measurements) -> None:
@@ -158,4 +194,4 @@ def _check_optimizer(optimizer, measurements) -> None:
 if __name__ == "__main__":
     from t5x_fwdloss.command_line import arguments
 
-    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS)
+    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS, has_follow=True)

@@ -34,7 +34,8 @@ def test_events_leave_out_what_is_not_finite(tmp_path):
         "bad": Number(math.nan, "nat", 0.25),
         "worse": Number(math.inf, "nat"),
     }
-    events.write(tmp_path, [MeasurementResult("m", "M", {}, numbers)], 7)
+    results = [MeasurementResult("m", "M", {}, numbers)]
+    events.write(tmp_path, {7: events.scalars(results)})
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     assert set(found.Tags()["tensors"]) == {"m/good", "m/bad/error"}

@@ -61,11 +61,11 @@ class LossComparison(Measurement):
     def run(self, context: Context) -> MeasurementResult:
         """Compare the candidates, one after the other; time them together."""
         candidates = {
-            _label(name, length): _exchanged(context.objective, name, length)
+            _label(name, length): context.objective.with_loss(name, length)
             for length in (None, *self.chunk_lengths)
             for name in self.implementations
         }
-        reference = _exchanged(context.objective, REFERENCE, None)
+        reference = context.objective.with_loss(REFERENCE, None)
         expected = reference.value(context.params), reference.gradient(context.params)
         numbers: dict[str, Number] = {}
         notes: list[str] = []
@@ -129,10 +129,6 @@ def _label(name: str, length: int | None) -> str:
     return name if length is None else f"{name}, chunks of {length}"
 
 
-def _exchanged(objective: Objective, name: str, length: int | None) -> Objective:
-    return objective.with_model(objective.model.with_loss(name, length))
-
-
 def _differences(objective, params, value, gradient) -> tuple[dict[str, Number], str]:
     found_value, found = objective.value(params), objective.gradient(params)
     differences = trees.axpy(-1.0, gradient, found)
@@ -163,11 +159,11 @@ def _value_and_gradient(objective: Objective, params: Any) -> Any:
         )
         return jax.value_and_grad(merged)(trees.float_part(params))
 
-    return objective.compiled(both, params)
+    return objective.compiled("the value and gradient", both, params)
 
 
 def _jvp(objective: Objective, params: Any) -> Any:
     def push(params, batch, key, v):
         return directional_derivative(objective.batch_loss)(params, v, batch, key)
 
-    return objective.compiled(push, params, trees.float_part(params))
+    return objective.compiled("the jvp", push, params, trees.float_part(params))

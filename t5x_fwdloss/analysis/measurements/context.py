@@ -42,6 +42,8 @@ class Context:
         load_preconditioner: loads the preconditioner of the checkpoint's optimizer.
         vectors_path: measurement name to the folder of its vectors.
         vectors: measurement name to the number of its vectors.
+        eigenvectors_dir: where eigenvectors are kept that a measurement does not save;
+            None: nowhere.
         checks: the run's own checks of its products, before their use.
     """
 
@@ -56,6 +58,7 @@ class Context:
     load_preconditioner: Callable[[], Preconditioner] | None = None
     vectors_path: Callable[[str], epath.Path] | None = None
     vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    eigenvectors_dir: epath.Path | None = None
     checks: list[preflight.Check] = dataclasses.field(default_factory=list)
     _compared: set[tuple[str, int]] = dataclasses.field(default_factory=set, init=False)
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)

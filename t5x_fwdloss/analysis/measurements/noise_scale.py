@@ -219,7 +219,9 @@ class _Batches:
                     return found
                 return jax.lax.with_sharding_constraint(found, layout)
 
-            self._program = self._objective.compiled(laid_out, params)
+            self._program = self._objective.compiled(
+                "the gradient of a batch", laid_out, params
+            )
         return self._program
 
 

@@ -33,7 +33,7 @@ from t5x_fwdloss.analysis.objective.finite import (
     check_finite,
     check_vector,
 )
-from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct, in_layout
 from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
 from t5x_fwdloss.analysis.objective.programs import Programs
 from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
@@ -42,7 +42,11 @@ from t5x_fwdloss.curvature.products.derivatives import (
     gradient,
     mixed_directional_derivative,
 )
-from t5x_fwdloss.curvature.products.linearized import summed
+from t5x_fwdloss.curvature.products.linearized import (
+    CompiledMap,
+    compiled_for,
+    summed,
+)
 from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.losses import LossSettings
@@ -148,6 +152,10 @@ class Objective:
                 token_loss.least_scale(outputs(p, batch, key), batch)
             )
         self._programs = Programs(precision)
+        # Kept for the next checkpoint of a sweep: nothing is compiled twice.
+        self._compiled: dict[Any, Any] = {}
+        self._compiled_maps: dict[Any, CompiledMap] = {}
+        self._with_losses: dict[Any, Objective] = {}
         if dropout_seed is None:
             self._keys = [None] * len(self.batches)
         else:
@@ -217,14 +225,33 @@ class Objective:
         found.batches_hash = self.batches_hash
         return found
 
-    def compiled(self, function: Callable[..., Any], params: PyTree, *more: Any) -> Any:
-        """`function(params, batch, key, *more)` compiled for the first batch.
+    def with_loss(self, impl: str, chunk_length: int | None) -> "Objective":
+        """The same batches and model under another implementation of the loss."""
+        key = impl, chunk_length
+        if key not in self._with_losses:
+            model = self.model.with_loss(impl, chunk_length)
+            self._with_losses[key] = self.with_model(model)
+        return self._with_losses[key]
+
+    def compiled(
+        self, name: str, function: Callable[..., Any], params: PyTree, *more: Any
+    ) -> Any:
+        """`function(params, batch, key, *more)` compiled for the first batch, once.
 
         At this objective's matmul precision; for measuring memory and time.
+
+        Args:
+            name: name of its result; the same name must mean the same function.
+            function: the function.
+            params: parameters.
+            *more: further arguments.
         """
-        with jax.default_matmul_precision(self.precision):
-            args = (params, self.batches[0], self._keys[0], *more)
-            return jax.jit(function).lower(*args).compile()
+        args = (params, self.batches[0], self._keys[0], *more)
+        key = name, compiled_for(args)
+        if key not in self._compiled:
+            with jax.default_matmul_precision(self.precision):
+                self._compiled[key] = jax.jit(function).lower(*args).compile()
+        return self._compiled[key]
 
     @property
     def W(self) -> float:
@@ -384,9 +411,14 @@ class Objective:
         A matrix that the objective does not have raises `ValueError`.
         """
         self.check_matrix(matrix)
+        layout = parameters.shardings(params)
+        key = matrix, tuple(jax.tree.leaves(layout))
+        if key not in self._compiled_maps:
+            linear_map = self._linear_maps[matrix]
+            self._compiled_maps[key] = in_layout(linear_map, layout)
         return MatrixProduct(
             matrices.WORDS[matrix],
-            self._linear_maps[matrix],
+            self._compiled_maps[key],
             parameters.widened(params),
             list(self._pairs()),
             num_microbatches=self.num_microbatches,

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.objective.finite import (
     NegativeCurvatureError,
     check_vector,
@@ -19,6 +18,7 @@ from t5x_fwdloss.curvature.products.linearized import (
     FOLDED,
     SHARE,
     AmortizedProduct,
+    CompiledMap,
     LinearMap,
 )
 from t5x_fwdloss.curvature.vectors import probes, trees
@@ -35,7 +35,7 @@ class MatrixProduct:
     def __init__(
         self,
         name: str,
-        linear_map: LinearMap,
+        linear_map: CompiledMap,
         params: PyTree,
         batches: Sequence[tuple[Any, ...]],
         *,
@@ -50,7 +50,7 @@ class MatrixProduct:
 
         Args:
             name: the matrix, as a noun phrase.
-            linear_map: its product, split into linearization and application.
+            linear_map: its product, of `in_layout`.
             params: parameters, float32 or wider.
             batches: for each batch, or piece of one, the further arguments of the map.
             num_microbatches: into how many pieces each batch is cut.
@@ -68,15 +68,9 @@ class MatrixProduct:
         self._params, self._largest = params, None
         self._num_microbatches = num_microbatches
         self._is_semidefinite, self._rounding = is_semidefinite, rounding
-        constrained = LinearMap(
-            linear_map.linearize,
-            linear_map.fold,
-            _in_layout(linear_map.apply, params),
-            _in_layout(linear_map.direct, params),
-        )
         with jax.default_matmul_precision(precision):
             self._product = AmortizedProduct(
-                constrained,
+                linear_map,
                 params,
                 batches,
                 memory_budget=memory_budget,
@@ -183,10 +177,25 @@ def _growth(lengths, product_squares) -> float:
     return float((np.sqrt(product_squares) / lengths).max())
 
 
-def _in_layout(product, params):
-    # The compiler would choose the results' shardings; vectors keep the parameters'.
-    layout = parameters.shardings(params)
+def in_layout(linear_map: LinearMap, layout: PyTree | None) -> CompiledMap:
+    """A linear map whose products have these shardings, compiled once.
 
+    Args:
+        linear_map: its product, split into linearization and application.
+        layout: the shardings of `parameters.shardings`, or None.
+    """
+    return CompiledMap(
+        LinearMap(
+            linear_map.linearize,
+            linear_map.fold,
+            _constrained(linear_map.apply, layout),
+            _constrained(linear_map.direct, layout),
+        )
+    )
+
+
+def _constrained(product, layout):
+    # The compiler would choose the results' shardings; vectors keep the parameters'.
     def laid_out(*args):
         found = product(*args)
         if layout is None:

@@ -81,7 +81,7 @@ def model_loss(objective: Objective, params: PyTree) -> tuple[float, float] | No
         return own, objective.batch_loss(params, batch, key), normalizer
 
     params = parameters.widened(params)
-    program = objective.compiled(both, params)
+    program = objective.compiled("the model's own loss", both, params)
     found = program(params, objective.batches[0], objective.key(0))
     own, measured, normalizer = map(float, jax.device_get(found))
     return (own, measured) if normalizer else None

@@ -1,7 +1,7 @@
-"""TensorBoard events: those of a run at its training step, and those of the training."""
+"""TensorBoard events: of a run or a sweep at training steps, and of the training."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from etils import epath
 
@@ -9,38 +9,44 @@ from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.store import files
 
 
-def write(
-    path: epath.PathLike, results: Sequence[MeasurementResult], step: int
-) -> None:
-    """Write one event file into `path`, replacing an earlier one.
+def scalars(results: Sequence[MeasurementResult]) -> dict[str, float]:
+    """The numbers, tagged `measurement/number`, errors `measurement/number/error`."""
+    found = {}
+    for result in results:
+        for name, number in result.numbers.items():
+            found[f"{result.name}/{name}"] = number.value
+            if number.error is not None:
+                found[f"{result.name}/{name}/error"] = number.error
+    return found
+
+
+def write(path: epath.PathLike, of_steps: Mapping[int, Mapping[str, float]]) -> None:
+    """Write one event file into `path`; an earlier one is removed once it is whole.
 
     Args:
         path: the output folder.
-        results: the measurements; a number is tagged `measurement/number`, its error
-            `measurement/number/error`.
-        step: the checkpoint's training step, so that a sweep over checkpoints of one
-            run draws curves.
+        of_steps: training step to tags and values; those that are not finite are left
+            out.
     """
-    scalars = {}
-    for result in results:
-        for name, number in result.numbers.items():
-            scalars[f"{result.name}/{name}"] = number.value
-            if number.error is not None:
-                scalars[f"{result.name}/{name}/error"] = number.error
     path = epath.Path(path)
-    for earlier in path.glob("events.out.tfevents.*"):
-        files.remove(earlier)
-    finite = {tag: value for tag, value in scalars.items() if math.isfinite(value)}
-    if not finite:
-        return
-    # Imports TensorFlow, which takes seconds, so only when events are written.
-    from clu import metric_writers
-
+    finite = {
+        step: {tag: value for tag, value in found.items() if math.isfinite(value)}
+        for step, found in of_steps.items()
+    }
     with files.writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        writer = metric_writers.SummaryWriter(str(path))
-        writer.write_scalars(step, finite)
-        writer.close()
+        before = list(path.glob("events.out.tfevents.*"))
+    if any(finite.values()):
+        # Imports TensorFlow, which takes seconds, so only when events are written.
+        from clu import metric_writers
+
+        with files.writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            writer = metric_writers.SummaryWriter(str(path))
+            for step, found in finite.items():
+                writer.write_scalars(step, found)
+            writer.close()
+    for earlier in before:
+        files.remove(earlier)
 
 
 def read(folders: Iterable[epath.Path], prefix: str) -> dict[str, dict[int, float]]:

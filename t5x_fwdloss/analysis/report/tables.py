@@ -128,7 +128,7 @@ def _grid(caption: str, numbers: dict[str, Number]) -> str:
         unit = f"<br><span class='small'>{unit_of(first)}</span>"
         heads.append(head(f"{spaced(column)}{unit}", "n"))
     rows = [
-        row(escaped(label), *(_cell(numbers.get(f"{label}/{x}")) for x in columns))
+        row(escaped(label), *(cell_of(numbers.get(f"{label}/{x}")) for x in columns))
         for label in labels
     ]
     kinds = {
@@ -142,7 +142,8 @@ def _grid(caption: str, numbers: dict[str, Number]) -> str:
     return table(caption, heads, rows) + about
 
 
-def _cell(number: Number | None) -> str:
+def cell_of(number: Number | None) -> str:
+    """The cell of a number in a grid; empty if there is none."""
     return cell("" if number is None else with_error(number), "n")
 
 

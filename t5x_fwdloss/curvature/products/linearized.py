@@ -128,7 +128,7 @@ class AmortizedProduct:
 
     def __init__(
         self,
-        linear_map: LinearMap,
+        linear_map: "LinearMap | CompiledMap",
         params: PyTree,
         batches: collections.abc.Sequence[tuple],
         *,
@@ -138,7 +138,8 @@ class AmortizedProduct:
         """Linearizes the batches that fit, in order.
 
         Args:
-          linear_map: The product, such as `hessian_map(loss)`.
+          linear_map: The product, such as `hessian_map(loss)`; as a `CompiledMap`, its
+            functions are compiled once for all products made of it.
           params: The parameters.
           batches: For each batch the tuple of further arguments.
           memory_budget: Bytes that residuals may take on each device; None: half of the
@@ -154,16 +155,9 @@ class AmortizedProduct:
         self._budget = int(budget)
         self._params = params
         self._args = list(batches)
+        if isinstance(linear_map, LinearMap):
+            linear_map = CompiledMap(linear_map)
         self._map = linear_map
-        self._one = _Compiled(linear_map.apply, linear_map.direct)
-        self._several = _Compiled(
-            lambda residuals, params, vs, *args: jax.vmap(
-                lambda v: linear_map.apply(residuals, params, v, *args)
-            )(vs),
-            lambda params, vs, *args: jax.vmap(
-                lambda v: linear_map.direct(params, v, *args)
-            )(vs),
-        )
         self.folding = FOLDED if fold else "not folded: switched off"
         try:
             self._residuals, self.batches = self._linearized(fold)
@@ -175,28 +169,18 @@ class AmortizedProduct:
 
     def _linearized(self, fold):
         """Residuals of each batch, None for one that does not fit, and the records."""
-
-        def linearize(params, *args):
-            residuals = self._map.linearize(params, *args)
-            return self._map.fold(residuals, params) if fold else residuals
-
-        jitted, compiled = jax.jit(linearize), {}
         residuals, records = [], []
         for args in self._args:
-            found, record = self._kept(jitted, args, compiled, records)
+            found, record = self._kept(args, fold, records)
             residuals.append(found)
             records.append(record)
         return residuals, records
 
-    def _kept(self, jitted, args, compiled, records):
+    def _kept(self, args, fold, records):
         if self._budget <= 0:
             return None, BatchRecord(False, 0, "no memory budget")
-        # Compiled once for all batches of the same shapes.
-        leaves, structure = jax.tree.flatten(args)
-        key = structure, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)
-        if key not in compiled:
-            compiled[key] = jitted.lower(self._params, *args).compile()
-        analysis = compiled[key].memory_analysis()
+        linearize = self._map.linearized(fold, self._params, *args)
+        analysis = linearize.memory_analysis()
         need = int(getattr(analysis, "output_size_in_bytes", 0))
         used = sum(record.residual_bytes for record in records if record.linearized)
         fits = used + need <= self._budget
@@ -204,7 +188,7 @@ class AmortizedProduct:
             f"residuals of {need} bytes, {used} already held, "
             f"budget {self._budget} bytes"
         )
-        found = compiled[key](self._params, *args) if fits else None
+        found = linearize(self._params, *args) if fits else None
         return found, BatchRecord(fits, need, sentence)
 
     def _say_why(self, error):
@@ -230,7 +214,7 @@ class AmortizedProduct:
         Yields:
           The products.
         """
-        compiled = self._several if stacked else self._one
+        compiled = self._map.several if stacked else self._map.one
         for residuals, args in zip(self._residuals, self._args, strict=True):
             if params is not None:
                 yield compiled.direct(params, v, *args)
@@ -267,6 +251,60 @@ class AmortizedProduct:
     def stacked(self, vs: PyTree) -> PyTree:
         """The products with vectors stacked along the first axis, by one compiled call."""
         return self._product(vs, stacked=True)
+
+
+class CompiledMap:
+    """A linear map's compiled functions, which do not depend on the parameters' values.
+
+    Products at other parameters of the same shapes and shardings, such as those of the
+    next checkpoint, compile nothing.
+
+    Attributes:
+      one: The products with one vector.
+      several: The products with vectors stacked in front.
+    """
+
+    def __init__(self, linear_map: LinearMap):
+        """Compiles nothing yet.
+
+        Args:
+          linear_map: The product, such as `hessian_map(loss)`.
+        """
+        self._map, self._compiled = linear_map, {}
+        self.one = _Compiled(linear_map.apply, linear_map.direct)
+        self.several = _Compiled(
+            lambda residuals, params, vs, *args: jax.vmap(
+                lambda v: linear_map.apply(residuals, params, v, *args)
+            )(vs),
+            lambda params, vs, *args: jax.vmap(
+                lambda v: linear_map.direct(params, v, *args)
+            )(vs),
+        )
+
+    def linearized(self, fold: bool, *args: PyTree) -> typing.Any:
+        """The linearization compiled for arguments like these.
+
+        Args:
+          fold: Whether it rewrites the linear functions.
+          *args: The parameters and the further arguments of a batch.
+        """
+
+        def linearize(params, *more):
+            residuals = self._map.linearize(params, *more)
+            return self._map.fold(residuals, params) if fold else residuals
+
+        key = fold, compiled_for(args)
+        if key not in self._compiled:
+            self._compiled[key] = jax.jit(linearize).lower(*args).compile()
+        return self._compiled[key]
+
+
+def compiled_for(args: PyTree) -> collections.abc.Hashable:
+    """The structure, shapes, types and shardings that a compiled function depends on."""
+    leaves, structure = jax.tree.flatten(args)
+    return structure, tuple(
+        (jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves
+    )
 
 
 class _Compiled:

@@ -9,6 +9,7 @@ References:
 """
 
 import collections.abc
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -111,15 +112,44 @@ def filter_normalized(
         )
     ]
 
-    @jax.jit
-    def scaled(leaves, params):
-        return [
-            _matched(leaf, param.astype(leaf.dtype), axis)
-            for leaf, param, axis in zip(leaves, params, axes, strict=True)
-        ]
-
-    leaves = scaled(jax.tree.leaves(vector), jax.tree.leaves(floats))
+    leaves = _filter_normalized(
+        jax.tree.leaves(vector), jax.tree.leaves(floats), tuple(axes)
+    )
     return jax.tree.unflatten(jax.tree.structure(vector), leaves)
+
+
+@functools.partial(jax.jit, static_argnames="axes")
+def _filter_normalized(leaves, params, axes):
+    return [
+        _matched(leaf, param.astype(leaf.dtype), axis)
+        for leaf, param, axis in zip(leaves, params, axes, strict=True)
+    ]
+
+
+def subspace_overlap(first: list[PyTree], second: list[PyTree]) -> float:
+    r"""How far two spans of vectors agree: 1 for the same, 0 for orthogonal ones.
+
+    With the orthogonal projections $P$ and $Q$ onto the spans it is
+    $\mathrm{tr}(P Q) / \sqrt{\mathrm{tr}\,P\;\mathrm{tr}\,Q}$, for spans of the same
+    dimension the mean squared cosine of their principal angles (Gur-Ari, Roberts, Dyer
+    2018, section 3).
+
+    Args:
+      first: Linearly independent vectors.
+      second: Others of the same shapes.
+
+    Returns:
+      The overlap.
+    """
+    first, second = (list(map(normalized, vectors)) for vectors in (first, second))
+
+    def inners(rows, columns):
+        return np.array([[float(trees.inner(a, b)) for b in columns] for a in rows])
+
+    cross = inners(first, second)
+    left = np.linalg.solve(inners(first, first), cross)
+    right = np.linalg.solve(inners(second, second), cross.T)
+    return float(np.sum(left * right.T) / np.sqrt(len(first) * len(second)))
 
 
 def overlaps(

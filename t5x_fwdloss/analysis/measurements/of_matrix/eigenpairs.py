@@ -142,7 +142,10 @@ class Eigenpairs(MatrixMeasurement):
         found = _with_noise(found, noise)
         cosines = self._cosines(context, found)
         if self.save_eigenvectors:
-            self._save(context, found)
+            assert context.vectors_path is not None
+            self._save(context, found, context.vectors_path(self.name))
+        elif context.eigenvectors_dir is not None:
+            self._save(context, found, context.eigenvectors_dir / self.name)
         return self._result(context, found, cosines, noise)
 
     def plots(self) -> Sequence[Plot]:
@@ -163,10 +166,10 @@ class Eigenpairs(MatrixMeasurement):
         cosines, _ = directions.overlaps(gradient, found.eigenvectors)
         return cosines
 
-    def _save(self, context, found):
+    def _save(self, context, found, path):
         # Replaces what a run that was killed here may have written.
         vector_store.save_all(
-            context.vectors_path(self.name),
+            path,
             (self.direction(context, vector) for vector in found.eigenvectors),
             is_primary=context.is_primary,
         )
