@@ -37,9 +37,9 @@ from flax import linen as nn
 from t5x import gin_utils, partitioning, utils
 from t5x import models as t5x_models
 
-from t5x_fwdloss.analysis import checkpoint_steps as steps_lib
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import (
     compilation_cache,
     exit_status,

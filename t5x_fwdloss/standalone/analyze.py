@@ -22,9 +22,9 @@ import jax
 import optax
 
 from t5x_fwdloss import analysis, progress
-from t5x_fwdloss.analysis import checkpoint_steps as steps_lib
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import compilation_cache, initialization
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data

@@ -9,9 +9,10 @@ import time
 import jax
 import pytest
 
-from t5x_fwdloss.analysis import Eigenpairs, Trace, checkpoint_steps
+from t5x_fwdloss.analysis import Eigenpairs, Trace
 from t5x_fwdloss.analysis.optimizer import Preconditioner
-from t5x_fwdloss.analysis.report import sweep_page
+from t5x_fwdloss.analysis.sweep import page as sweep_page
+from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 
 from . import runs, sweeps
 

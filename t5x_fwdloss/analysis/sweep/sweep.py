@@ -22,7 +22,7 @@ import jax
 from absl import logging
 from jaxtyping import PyTree
 
-from t5x_fwdloss.analysis import checkpoint_steps, measurement_list, preemption
+from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import Eigenpairs
@@ -31,7 +31,7 @@ from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.preflight import PreflightError
-from t5x_fwdloss.analysis.report import events, sweep_page
+from t5x_fwdloss.analysis.report import events
 from t5x_fwdloss.analysis.report.terminal import print_line
 from t5x_fwdloss.analysis.run import HostInfo, run_analysis
 from t5x_fwdloss.analysis.store import (
@@ -43,6 +43,8 @@ from t5x_fwdloss.analysis.store import (
     vector_store,
 )
 from t5x_fwdloss.analysis.store.folder import RunFolder
+from t5x_fwdloss.analysis.sweep import page as sweep_page
+from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 from t5x_fwdloss.curvature.vectors import directions, freed_memory, probes
 
 SCHEMA = 1

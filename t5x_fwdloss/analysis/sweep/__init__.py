@@ -1,0 +1,1 @@
+"""Several checkpoints of a training run: which, measured alike, in one report."""
