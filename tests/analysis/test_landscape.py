@@ -69,7 +69,7 @@ def drawn(context, number, name="landscape"):
 
 
 def test_every_point_of_a_plane_is_the_loss_there(context):
-    found = Landscape(num_points=5, ranges=[(-1.0, 0.5), (-2.0, 2.0)]).run(context)
+    found = Landscape(num_points=5, ranges=[(-1.0, 0.5), (-0.5, 3.0)]).run(context)
     theta, first, second = flat(context.params), drawn(context, 0), drawn(context, 1)
     cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
     angle = np.degrees(np.arccos(cosine))
@@ -79,13 +79,14 @@ def test_every_point_of_a_plane_is_the_loss_there(context):
     second *= length / np.linalg.norm(second)
     arrays = found.arrays
     assert arrays["coefficients_1"].tolist() == np.linspace(-1, 0.5, 5).tolist()
-    assert arrays["coefficients_2"].tolist() == np.linspace(-2, 2, 5).tolist()
+    assert arrays["coefficients_2"].tolist() == np.linspace(-0.5, 3, 5).tolist()
     for i, a in enumerate(arrays["coefficients_1"]):
         for j, b in enumerate(arrays["coefficients_2"]):
             loss, accuracy = loss_and_accuracy(theta + a * first + b * second)
             assert arrays["losses"][i, j] == pytest.approx(loss, rel=1e-12)
             assert arrays["accuracies"][i, j] == pytest.approx(accuracy, rel=1e-12)
     place = np.unravel_index(arrays["losses"].argmin(), (5, 5))
+    assert place[0] != place[1]  # or their order would not show
     numbers = found.numbers
     assert numbers["smallest_loss"].value == arrays["losses"].min()
     for axis in (1, 2):
@@ -153,6 +154,8 @@ def test_three_checkpoints_lie_on_their_plane(context):
         assert found.arrays["marks"][number + 1][number] == 1.0
         assert found.arrays["losses_at_marks"][number + 1] == value("loss")
     assert "barrier_height" not in found.numbers
+    mixed = found.arrays["hessian"][0, 1] / np.prod(found.arrays["lengths"])
+    assert found.numbers["mixed_curvature"].value == pytest.approx(mixed, rel=1e-12)
 
 
 def test_the_curvature_along_a_saved_eigenvector_is_its_eigenvalue(context, tmp_path):
