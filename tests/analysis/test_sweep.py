@@ -175,11 +175,13 @@ def test_a_sweep_that_is_stopped_resumes_with_the_same_bits(
     finished, tmp_path, monkeypatch
 ):
     model_dir, expected = finished
-    statuses = []
+    statuses, objective = [], runs.objective()
     for number in range(60):
         with monkeypatch.context() as patch:
             stops.signal_at(9 + number % 3, patch.setattr)
-            statuses.append(sweeps.run(model_dir, tmp_path / "out"))
+            statuses.append(
+                sweeps.run(model_dir, tmp_path / "out", objective=objective)
+            )
         if statuses[-1] == 0:
             break
     assert statuses[-1] == 0

@@ -11,6 +11,7 @@ import pytest
 
 from t5x_fwdloss.analysis import Eigenpairs, Trace
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.report.tables import spaced
 from t5x_fwdloss.analysis.sweep import page as sweep_page
 from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 
@@ -188,11 +189,13 @@ def test_the_page_has_a_table_beside_every_figure(tmp_path):
         (section,) = re.findall(
             f"<section id='measurement-{measurement['name']}'>.*?</section>", page, re.S
         )
-        assert "<figure role='img' aria-label='Curves" in section
+        assert re.search(
+            '<svg role="img" aria-label="Figure[^"]+ training step', section
+        )
         table = section[section.index("<table>") :]
         for name, curve in measurement["numbers"].items():
-            row = re.search(f"<tr><td>{name}</td>(.*?)</tr>", table)[1]
+            row = re.search(f"<th scope='row'>{spaced(name)}</th>(.*?)</tr>", table)[1]
             for value in curve["values"]:
                 whole = curve["unit"] == "1" and value == int(value)
                 assert (f"{int(value)}" if whole else f"{value:.6g}") in row
-    assert "largest_overlap_with_step_before" in page
+    assert "largest overlap with step before" in page

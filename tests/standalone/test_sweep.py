@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import optax
 import pytest
 
@@ -63,7 +62,6 @@ def measured(folder):
 
 
 def test_a_sweep_has_the_numbers_of_single_runs(model_dir, tmp_path):
-    jax.clear_caches()
     assert run(model_dir, tmp_path / "sweep", checkpoint_steps="all") == 0
     for step in (2, 4):
         single = tmp_path / f"single_{step}"

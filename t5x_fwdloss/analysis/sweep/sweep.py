@@ -26,7 +26,7 @@ from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import Eigenpairs
-from t5x_fwdloss.analysis.numbers import result_from_json, to_json
+from t5x_fwdloss.analysis.numbers import to_json
 from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.objective.function import Objective
@@ -43,6 +43,7 @@ from t5x_fwdloss.analysis.store import (
     vector_store,
 )
 from t5x_fwdloss.analysis.store.folder import RunFolder
+from t5x_fwdloss.analysis.sweep import curves as sweep_curves
 from t5x_fwdloss.analysis.sweep import page as sweep_page
 from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 from t5x_fwdloss.curvature.vectors import directions, freed_memory, probes
@@ -385,7 +386,7 @@ class _Sweep:
                 }
                 for n in steps
             ],
-            "measurements": curves(
+            "measurements": sweep_curves.curves(
                 {n: self._documents[n] for n in steps if n in self._documents}
             ),
             "neighbors": neighbors,
@@ -404,25 +405,13 @@ class _Sweep:
             document = self._document_of_sweep()
             page = sweep_page.render(document, self._documents)
             files.write_bytes(self._path / "report.html", page.encode())
-            events.write(self._path / "tensorboard", self._scalars(document))
+            events.write(
+                self._path / "tensorboard",
+                sweep_curves.scalars(self._documents, document["neighbors"]),
+            )
             records.write(self._path / "sweep.json", document)
 
         multihost.from_primary_doing(self._primary, write)
-
-    def _scalars(self, document) -> dict[int, dict[str, float]]:
-        found = {}
-        for step, of_step in sorted(self._documents.items()):
-            found[step] = events.scalars(
-                [
-                    result_from_json(entry, {})
-                    for entry in of_step["measurements"]
-                    if entry["status"] == "finished"
-                ]
-            )
-        for x in document["neighbors"]:
-            tag = f"{x['measurement']}/{x['end']}_overlap_with_step_before"
-            found[x["later"]][tag] = x["overlap"]
-        return found
 
     def _check_folder(self) -> None:
         with files.reading(self._path):
@@ -485,48 +474,6 @@ class _Sweep:
 
 
 _ENDS = ("largest", "smallest")
-
-
-def curves(documents: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each measurement and each of its numbers the values over steps.
-
-    Args:
-        documents: step to the content of its `results.json`.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for step, document in sorted(documents.items()):
-        for entry in document["measurements"]:
-            if entry["status"] != "finished":
-                continue
-            of_name = found.setdefault(
-                entry["name"],
-                {
-                    "name": entry["name"],
-                    "kind": entry["kind"],
-                    "settings": entry["settings"],
-                    "numbers": {},
-                },
-            )
-            for name, number in entry["results"].items():
-                curve = of_name["numbers"].setdefault(
-                    name,
-                    {"unit": number["unit"]} | {key: [] for key in _COLUMNS.values()},
-                )
-                curve["steps"].append(step)
-                for key, column in _COLUMNS.items():
-                    if key != "step":
-                        curve[column].append(number[key])
-    return list(found.values())
-
-
-_COLUMNS = {
-    "step": "steps",
-    "value": "values",
-    "error": "errors",
-    "error_kind": "error_kinds",
-    "interval": "intervals",
-    "converged": "converged",
-}
 
 
 def _reason(error: Exception | None) -> str | None:
