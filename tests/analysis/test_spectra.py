@@ -77,6 +77,20 @@ def test_the_density_knows_trace_and_norm(context, dense):
     assert found.numbers["largest_node"].value == pytest.approx(values[-1], rel=1e-5)
 
 
+def test_an_effective_dimension_of_too_few_steps_is_not_converged(context):
+    few, many = (
+        SpectralDensity(
+            matrix="gauss_newton", num_steps=steps, effective_dimension_at=(1e-3,)
+        )
+        .run(context)
+        .numbers["effective_dimension_at_0.001"]
+        for steps in (2, SIZE)
+    )
+    assert not few.converged
+    assert many.converged
+    assert abs(few.value - many.value) <= few.error
+
+
 def test_gauss_newton_of_a_linear_model_has_the_hessians_density(context):
     settings = {"name": "same", "num_probes": 2, "num_steps": 6}
     one = SpectralDensity(**settings).run(context)

@@ -255,5 +255,6 @@ def _distances(result: MeasurementResult) -> Figure | None:
     axis.set(xlim=(-0.5, count - 0.5), ylim=(count - 0.5, -0.5))
     axis.set_xticks(range(count), labels, rotation=30, ha="right")
     axis.set_yticks(range(count), labels)
+    axis.set_xlabel("Jensen-Shannon distance of the row's density from the column's")
     axis.grid(visible=False)
     return axis.get_figure(root=True)
