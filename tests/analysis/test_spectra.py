@@ -236,9 +236,7 @@ def test_chunked_candidates_are_compared_too(tmp_path):
 
 
 def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypatch):
-    from t5x_fwdloss.analysis.measurements import comparison
-
-    exchanged = comparison._exchanged
+    exchanged = Objective.with_loss
 
     def broken(objective, name, length):
         found = exchanged(objective, name, length)
@@ -253,7 +251,7 @@ def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypa
         monkeypatch.setattr(found, "gradient", wrong)
         return found
 
-    monkeypatch.setattr(comparison, "_exchanged", broken)
+    monkeypatch.setattr(Objective, "with_loss", broken)
     found = LossComparison(num_rounds=0).run(context)
     assert found.numbers["autodiff/gradient_difference"].value > 1e-3
     assert "autodiff: the gradient differs most in dense/bias." in found.notes
@@ -261,9 +259,7 @@ def test_a_wrong_gradient_is_found_and_its_largest_block_named(context, monkeypa
 
 
 def test_differences_are_relative_to_the_reference(context, monkeypatch):
-    from t5x_fwdloss.analysis.measurements import comparison
-
-    exchanged = comparison._exchanged
+    exchanged = Objective.with_loss
     reference = context.objective
 
     def scaled(objective, name, length):
@@ -278,7 +274,7 @@ def test_differences_are_relative_to_the_reference(context, monkeypatch):
         monkeypatch.setattr(found, "jvp", slope)
         return found
 
-    monkeypatch.setattr(comparison, "_exchanged", scaled)
+    monkeypatch.setattr(Objective, "with_loss", scaled)
     found = LossComparison(num_rounds=0).run(context).numbers
     for what, expected in (("value", 0.25), ("gradient", 0.5), ("jvp", 0.75)):
         number = found[f"autodiff/{what}_difference"]
@@ -322,13 +318,11 @@ def test_times_and_memory_are_those_of_the_programs(context, monkeypatch):
         assert (number.value, number.error, number.count) == (value, error, 3)
         assert number.unit == "of the reference"
     value_and_gradient = comparison._value_and_gradient(
-        comparison._exchanged(context.objective, "autodiff", None), context.params
+        context.objective.with_loss("autodiff", None), context.params
     )
     size = value_and_gradient.memory_analysis().temp_size_in_bytes
     assert found["autodiff/memory"].value == size / 1024**2
-    jvp = comparison._jvp(
-        comparison._exchanged(context.objective, "autodiff", None), context.params
-    )
+    jvp = comparison._jvp(context.objective.with_loss("autodiff", None), context.params)
     size_of_jvp = jvp.memory_analysis().temp_size_in_bytes
     assert size_of_jvp != size
     assert found["autodiff/jvp_memory"].value == size_of_jvp / 1024**2
