@@ -46,6 +46,8 @@ OTHERS = {
     "eigenvectors_of": [5, "", True, ["x"]],
     "checkpoints": ["/x", 5, [5], [""], [None], None, {"/x": 1}],
     "implementations": ["custom_jvp", ["custom_jpv"], [5], None, 5],
+    "directions": ["gradient", 5, [5], [""], [None], None, {"gradient": 1}],
+    "ranges": [5, "01", [5], [[0, "1"]], [[0, math.nan]], [[None, 1]], None],
     "effective_dimension_at": [0.1, "0.1", ["x"], [0], [-1.0], [math.nan], None],
     "chunk_lengths": [8, "8", ["8"], [0], [8.5], [True], None],
 }

@@ -30,7 +30,7 @@ SMALL = {
     "num_probes": 2,
     "num_steps": 3,
     "num_random": 1,
-    "num_points": 2,
+    "num_points": 3,
     "num_largest": 1,
     "num_smallest": 1,
     "max_steps": 6,
