@@ -27,7 +27,7 @@ SCRIPTS = {
 STANDALONE = ["t5x_fwdloss.standalone.train", "t5x_fwdloss.tasks"]
 T5X = ["t5x.train", "t5x.eval", "t5x.infer", "t5x.examples.t5.network"]
 T5X += ["t5x_fwdloss.analyze"]
-NEEDS_T5X = r"^(?:from|import|include) '?t5x[ ./]|fwdloss_(?:models|trainer)"
+NEEDS_T5X = r"^(?:from|import|include) '?t5x[ ./]|fwdloss_\w*(?:models|trainer)"
 PACKAGE = "t5x_fwdloss/configs/"
 
 
