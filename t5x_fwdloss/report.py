@@ -4,10 +4,11 @@ r"""The report of finished runs, rendered again without measuring.
     python -m t5x_fwdloss.report DIR DIR [DIR ...]   # comparison.html: side by side
     python -m t5x_fwdloss.report DIR [DIR ...] --format=csv
 
-Each DIR is the output folder of an analysis, local or in a bucket. Several runs, such as
-those of other losses, seeds, sizes or steps, stand side by side in one page, with their
-differences from the first run against their errors. `--format=md` writes the tables,
-`--format=csv` one line per number, to standard output unless there is an `--output`.
+Each DIR is the output folder of an analysis, or of a sweep, which is all of its steps;
+local or in a bucket. Several runs, such as those of other losses, seeds, sizes or steps,
+stand side by side in one page, with their differences from the first run against their
+errors. `--format=md` writes the tables, `--format=csv` one line per number (in Python:
+`analysis.records`), to standard output unless there is an `--output`.
 
 It needs neither T5X nor an accelerator, and verifies the checksums of what it reads. The
 status is 1, and nothing is written, where a folder holds no finished run, a file is
@@ -45,7 +46,8 @@ def report(
     """Renders the report of one run, or of several side by side.
 
     Args:
-        folders: the output folders of runs; the first is the others' reference.
+        folders: the output folders of runs or sweeps; the first run is the others'
+            reference.
         output_format: a name in `FORMATS`.
         output: where it is written; '' for `report.html` in the one folder,
             `comparison.html` here for several, standard output for md and csv.
@@ -61,7 +63,7 @@ def report(
         raise ValueError(
             "The output folder of an analysis must be given, or several: got none."
         )
-    finished = [finished_run.read(folder) for folder in folders]
+    finished = finished_run.read_all(folders)
     found = runs.compared(finished)
     if output_format == "csv":
         return _written(text.to_csv(found), output)

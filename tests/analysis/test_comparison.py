@@ -229,8 +229,8 @@ def test_the_lines_of_the_csv_are_the_numbers_of_the_results(folders, capsys):
                 low, high = x["interval"] or (None, None)
                 values = [x["value"], x["error"], x["error_kind"], low, high, x["unit"]]
                 values += [x["converged"], x["count"]]
-                head = [label, folder, entry["name"], entry["kind"], entry["matrix"]]
-                wanted.append([*head, name, *values])
+                head = [label, folder, document["step"], entry["name"], entry["kind"]]
+                wanted.append([*head, entry["matrix"], name, *values])
     as_text = [["" if x is None else str(x) for x in line] for line in wanted]
     assert [list(line.values()) for line in lines] == as_text
 

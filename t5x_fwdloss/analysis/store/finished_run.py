@@ -1,7 +1,7 @@
 """A run that has ended, as its folder has it; read without a device or a lock."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -61,6 +61,31 @@ def read(path: epath.PathLike) -> FinishedRun:
         if entry["status"] == "finished"
     ]
     return FinishedRun(path, document, results)
+
+
+def read_all(paths: Sequence[epath.PathLike]) -> list[FinishedRun]:
+    """The runs in several folders, where that of a sweep is its steps with results.
+
+    Args:
+        paths: the output folders of runs and sweeps.
+    """
+    return [read(run) for path in paths for run in _runs_in(files.user_path(path))]
+
+
+def _runs_in(path) -> list[epath.Path]:
+    sweep = path / "sweep.json"
+    with files.reading(sweep):
+        if not sweep.exists():
+            return [path]
+    steps = [path / x["folder"] for x in records.read(sweep)["steps"]]
+    with files.reading(path):
+        found = [step for step in steps if (step / "results.json").exists()]
+    if not found:
+        raise files.StorageError(
+            f"{path} must be the folder of a sweep with a step that has finished: none "
+            f"of its {len(steps)} steps has."
+        )
+    return found
 
 
 def _document(path) -> dict[str, Any]:

@@ -7,31 +7,20 @@ from collections.abc import Sequence
 
 from t5x_fwdloss.analysis.report.comparison import words
 from t5x_fwdloss.analysis.report.comparison.differences import Cell, measured
+from t5x_fwdloss.analysis.report.comparison.records import COLUMNS, of_runs
 from t5x_fwdloss.analysis.report.comparison.runs import Run, facts
 from t5x_fwdloss.analysis.report.terminal import format_error, format_value
 
-COLUMNS = (
-    *("run", "path", "measurement", "kind", "matrix", "number", "value", "error"),
-    *("error_kind", "interval_low", "interval_high", "unit", "converged", "count"),
-)
-
 
 def to_csv(runs: Sequence[Run]) -> str:
-    """One line for each run, measurement and number, in full precision.
+    """The records of the runs, one line per number, in full precision.
 
     What a number does not have is empty; what is unknown is `nan`.
     """
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for run in runs:
-        for result in run.results.values():
-            shared = (run.label, run.finished.path, result.name, result.kind)
-            matrix = result.settings.get("matrix")
-            for name, x in result.numbers.items():
-                low, high = x.interval or (None, None)
-                own = (name, x.value, x.error, x.error_kind, low, high, x.unit)
-                writer.writerow([*shared, matrix, *own, x.converged, x.count])
+    writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(of_runs(runs))
     return stream.getvalue()
 
 
