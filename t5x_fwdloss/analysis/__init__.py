@@ -31,8 +31,8 @@ from t5x_fwdloss.analysis.objective.finite import (
     NonFiniteLossError as NonFiniteLossError,
 )
 from t5x_fwdloss.analysis.objective.function import Objective as Objective
-from t5x_fwdloss.analysis.objective.function import Precision as Precision
 from t5x_fwdloss.analysis.objective.preflight import PreflightError as PreflightError
+from t5x_fwdloss.analysis.objective.sum_over_batches import Precision as Precision
 from t5x_fwdloss.analysis.report.comparison.records import records as records
 from t5x_fwdloss.analysis.run import HostInfo as HostInfo
 from t5x_fwdloss.analysis.run import run_analysis as run_analysis

@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from t5x_fwdloss import losses
 from t5x_fwdloss.analysis import NonFiniteLossError, Objective
 from t5x_fwdloss.analysis.objective import matrices
-from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
+from t5x_fwdloss.analysis.objective.of_outputs.token_loss import TokenLoss
 
 from . import toy
 

@@ -34,7 +34,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
-from t5x_fwdloss.analysis.objective import batches, normalization, parameters
+from t5x_fwdloss.analysis.objective import normalization, parameters
 from t5x_fwdloss.curvature.products.derivatives import gradient
 from t5x_fwdloss.curvature.vectors import trees
 
@@ -82,8 +82,14 @@ class GradientNoiseScale(Measurement):
         """Check that there are batches to compare.
 
         Raises:
-            ValueError: there are fewer than two with tokens that count.
+            ValueError: there are fewer than two with tokens that count, or the loss is
+                not one of tokens.
         """
+        if context.objective.loss_settings is None:
+            raise ValueError(
+                "GradientNoiseScale needs a loss of sequences of tokens: this objective "
+                "was not made by Objective.from_model."
+            )
         count = len(_Batches(context).tokens)
         if count < 2:
             raise ValueError(
@@ -156,7 +162,8 @@ class _Batches:
     def __init__(self, context: Context):
         self._objective, self._program = context.objective, None
         chosen = self._objective.loss_settings
-        self._factor = None if chosen is None else chosen.loss_normalizing_factor
+        assert chosen is not None  # as `validate` has checked
+        self._factor = chosen.loss_normalizing_factor
         size = self._objective.num_microbatches
         everything = range(len(self._objective.batches))
         pieces = [everything[i : i + size] for i in everything[::size]]
@@ -164,7 +171,10 @@ class _Batches:
         self.sequences = 0
         self._pieces: dict[int, range] = {}
         for number, batch in enumerate(pieces):
-            masks = [self._counted(self._objective.batches[i]) for i in batch]
+            masks = [
+                normalization.counted(self._objective.batches[i], self._factor)
+                for i in batch
+            ]
             tokens, sequences = np.sum(
                 [jax.device_get(_count(x)) for x in masks], axis=0
             )
@@ -173,11 +183,6 @@ class _Batches:
                 self.sequences += int(sequences)
                 self._pieces[number] = batch
         self.num_tokens = sum(self.tokens.values())
-
-    def _counted(self, batch):
-        if self._objective.loss_settings is None:
-            return batches.counted(batch)
-        return normalization.counted(batch, self._factor)
 
     @functools.cached_property
     def weights(self) -> np.ndarray:

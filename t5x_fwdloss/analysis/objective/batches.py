@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,18 @@ def checked(batches: Sequence[Batch]) -> list[dict[str, Any]]:
     return found
 
 
+def num_examples(batch: Batch) -> int:
+    """The number of examples of a batch: the first axis of its features."""
+    return min(np.shape(x)[0] for x in batch.values())
+
+
 def split(batches: Sequence[Batch], num_microbatches: int) -> list[dict[str, Any]]:
     """Every batch cut into equal microbatches, in order.
 
     Raises:
         ValueError: `num_microbatches` does not divide the batch size.
     """
-    size = min(np.shape(x)[0] for x in batches[0].values())
+    size = num_examples(batches[0])
     if size % num_microbatches:
         raise ValueError(
             "num_microbatches must divide the batch size: got "
@@ -107,6 +113,11 @@ def num_labels_outside(batch: Batch, mask: Any, num_classes: int) -> jax.Array:
     """The number of counted labels outside `[0, num_classes)`."""
     labels = jnp.asarray(batch["decoder_target_tokens"]).astype(jnp.int32)
     return jnp.sum(((labels < 0) | (labels >= num_classes)) & mask)
+
+
+def total(arrays: Iterable[Any]) -> float:
+    """The sum of all entries in float64; that of many float32 numbers would round."""
+    return math.fsum(float(_whole(x).astype(np.float64).sum()) for x in arrays)
 
 
 def digest(batches: Sequence[Batch]) -> str:

@@ -1,75 +1,40 @@
-r"""One loss over a fixed list of batches, and its derivatives.
+"""The function that is analyzed: which loss of which network, and its matrices.
 
-The objective is $L(\theta) = \sum_b n_b(\theta) / W$, where $n_b$ is the weighted sum of
-the token losses of batch $b$ and $W$ the total normalizer of all batches: however the
-same examples are split into batches, it is the same function, up to rounding. It is
-never a mean of batch means.
-
-Every derivative is compiled once and walks over the batches; vectors are trees like the
-parameters, keep their shardings, and are summed in float32 or wider. Scalars are summed
-on the host in float64.
+Its sum over batches and that sum's derivatives are in `sum_over_batches`.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings as settings_lib
 from t5x_fwdloss.analysis.objective import batches as batches_lib
-from t5x_fwdloss.analysis.objective import (
-    forward_mode,
-    matrices,
-    normalization,
-    parameters,
-)
-from t5x_fwdloss.analysis.objective.finite import (
-    by_batch,
-    check_finite,
-    check_vector,
-)
+from t5x_fwdloss.analysis.objective import matrices, normalization, parameters
+from t5x_fwdloss.analysis.objective.finite import by_batch, check_finite
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct, in_layout
 from t5x_fwdloss.analysis.objective.normalization import Normalizer, total_normalizer
-from t5x_fwdloss.analysis.objective.programs import Programs
-from t5x_fwdloss.analysis.objective.token_loss import TokenLoss
-from t5x_fwdloss.curvature.products.derivatives import (
-    directional_derivative,
-    gradient,
-    mixed_directional_derivative,
-)
-from t5x_fwdloss.curvature.products.linearized import (
-    CompiledMap,
-    compiled_for,
-    summed,
-)
-from t5x_fwdloss.curvature.vectors import in_flight, probes, trees
+from t5x_fwdloss.analysis.objective.of_outputs.any_loss import AnyLoss
+from t5x_fwdloss.analysis.objective.of_outputs.token_loss import TokenLoss
+from t5x_fwdloss.analysis.objective.sum_over_batches import SumOverBatches
+from t5x_fwdloss.curvature.products.linearized import CompiledMap
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.losses import LossSettings
 
-PRECISIONS = ("default", "high", "highest")
-Precision = Annotated[str, settings_lib.one_of(*PRECISIONS)]
 
-
-class Objective:
-    r"""$L(\theta) = \sum_b n_b(\theta) / W$ over a fixed list of batches.
-
-    Every method takes the whole parameter tree and, before anything is compiled,
-    rejects a direction that does not fit it (`ValueError`). A NaN or an infinity in a
-    result raises `NonFiniteLossError`, which names the batch and the parameter block.
+class Objective(SumOverBatches):
+    """The loss over a fixed list of batches, with its derivatives and matrices.
 
     Attributes:
-        batches: the batches, or the microbatches they are cut into, on the device.
-        num_microbatches: the number of pieces per batch.
         normalizer: W, its kind, its unit.
-        num_tokens: target tokens whose loss counts.
-        batches_hash: SHA-256 of the batches' names, shapes, dtypes and bytes.
-        precision: matmul precision of every derivative.
-        loss_settings: settings of the loss; None where it is not a function of logits.
+        num_tokens: target tokens whose loss counts; losses that count, where the loss is
+            not one of tokens.
+        loss_settings: settings of the loss; None where it is not the cross entropy of
+            tokens.
         model: the model it was made from, if there is one.
     """
 
@@ -83,6 +48,7 @@ class Objective:
         outputs: Callable[..., Any] | None = None,
         predictions: Callable[..., Any] | None = None,
         loss_settings: LossSettings | None = None,
+        any_loss: AnyLoss | None = None,
         dropout_seed: int | None = None,
         precision: str = "highest",
         counted: Callable[[Any], Any] = batches_lib.counted,
@@ -97,70 +63,50 @@ class Objective:
             num_microbatches: pieces that every batch is cut into, to save memory; the
                 numbers, and the batches' hash, stay the same. Not with dropout, whose
                 masks are drawn for a batch as a whole.
-            outputs: `(params, batch, key)` to the logits; None: the Hessian is the only
-                matrix.
+            outputs: `(params, batch, key)` to the logits, or what `any_loss` is a loss
+                of; None: the Hessian is the only matrix.
             predictions: `(params, batch, key)` to the numerator and the most likely
                 class of each target token; None: the accuracy is not known.
             loss_settings: the loss as a function of the logits.
+            any_loss: the loss as a function of the outputs, where it is not the cross
+                entropy of tokens.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: 'highest', 'high' or 'default', as `jax.default_matmul_precision`.
             counted: a batch to the mask of target tokens that the loss counts.
 
-        Raises:
-            ValueError: no batch, batches that differ, microbatches that do not divide
-                them, microbatches with dropout, or an unknown precision.
+        No batch, batches that differ, microbatches that do not divide them, microbatches
+        with dropout, and an unknown precision raise `ValueError`.
         """
-        settings_lib.check("precision", precision, Precision)
-        settings_lib.check("num_microbatches", num_microbatches, settings_lib.Positive)
-        settings_lib.check("dropout_seed", dropout_seed, settings_lib.Seed | None)
-        if dropout_seed is not None and num_microbatches > 1:
-            raise ValueError(
-                "num_microbatches must be 1 where dropout_seed is given, because "
-                "dropout draws its masks for each piece anew and the loss would be "
-                f"another: got num_microbatches={num_microbatches}, "
-                f"dropout_seed={dropout_seed}; lower the batch size instead."
-            )
         found = batches_lib.checked(batches)
+        super().__init__(
+            numerator,
+            found,
+            total=normalizer.total,
+            num_microbatches=num_microbatches,
+            dropout_seed=dropout_seed,
+            precision=precision,
+        )
         self.num_tokens = batches_lib.num_tokens(map(counted, found))
-        self.batches_hash = batches_lib.digest(found)
-        pieces = batches_lib.split(found, num_microbatches)
-        self.batches = [batches_lib.on_device(batch) for batch in pieces]
-        self.num_microbatches = num_microbatches
         self.normalizer = normalizer
-        self.precision = precision
-        self.dropout_seed = dropout_seed
         self.loss_settings = loss_settings
         self.model: Any = None
-        self._numerator = numerator
         self._outputs = outputs
         self._predictions = predictions
         self._counted = counted
-        self._activation_dtype: str | None = None
-        token_loss = None if loss_settings is None else TokenLoss(loss_settings)
+        self._of_outputs = any_loss
+        if loss_settings is not None:
+            self._of_outputs = TokenLoss(loss_settings)
         self._linear_maps = matrices.linear_maps(
             self.batch_loss,
             None
             if outputs is None
             else lambda p, batch, key, _: outputs(p, batch, key),
-            token_loss,
+            self._of_outputs,
             normalizer.total,
         )
-        # For the matrices that are positive semidefinite only if the loss is convex.
-        self._least_scales: dict[str, Callable[..., Any]] = {}
-        if outputs is not None and token_loss is not None:
-            self._least_scales["gauss_newton"] = lambda p, batch, key, _: (
-                token_loss.least_scale(outputs(p, batch, key), batch)
-            )
-        self._programs = Programs(precision)
         # Kept for the next checkpoint of a sweep: nothing is compiled twice.
-        self._compiled: dict[Any, Any] = {}
         self._compiled_maps: dict[Any, CompiledMap] = {}
         self._with_losses: dict[Any, Objective] = {}
-        if dropout_seed is None:
-            self._keys = [None] * len(self.batches)
-        else:
-            root = probes.as_key(dropout_seed)
-            self._keys = [jax.random.fold_in(root, i) for i in range(len(self.batches))]
 
     @classmethod
     def from_model(
@@ -212,6 +158,54 @@ class Objective:
         objective.model = model
         return objective
 
+    @classmethod
+    def from_loss(
+        cls,
+        apply: Callable[..., Any],
+        loss: Callable[..., Any],
+        batches: Sequence[Mapping[str, Any]],
+        *,
+        weights: str | None = None,
+        num_microbatches: int = 1,
+        precision: str = "highest",
+    ) -> "Objective":
+        r"""Any loss of the outputs of any network: $\sum_i w_i \ell_i / \sum_i w_i$.
+
+        It has the Hessian and the Gauss-Newton matrix, for which the loss is
+        differentiated twice in the outputs; that matrix is positive semidefinite only
+        where the loss is convex in them. The Fisher matrices and the accuracy need a
+        loss of tokens: `from_model`.
+
+        Args:
+            apply: `(params, batch)` to the outputs, a tree of float arrays, such as
+                `lambda params, batch: module.apply({"params": params}, batch["x"])` of a
+                Flax module; without dropout.
+            loss: `(outputs, batch)` to the losses, one for each example of the batch;
+                no sum or mean of them, which raises `ValueError` before anything is
+                compiled. Its derivatives must be JAX's.
+            batches: dictionaries of arrays, all of the same names, shapes and dtypes,
+                whose first axis is that of the examples.
+            weights: the feature that has the losses' weights, in the losses' shape, zero
+                for padding; None: one loss for each example, all of weight one.
+            num_microbatches: pieces that every batch is cut into, to save memory.
+            precision: matmul precision of every derivative.
+
+        Batches without examples, a feature that is not there, and weights whose sum is
+        not positive raise `ValueError`.
+        """
+        settings_lib.check("weights", weights, settings_lib.Words | None)
+        found, any_loss = batches_lib.checked(batches), AnyLoss(loss, weights)
+        return cls(
+            lambda params, batch, _: any_loss.total(apply(params, batch), batch),
+            found,
+            normalizer=any_loss.normalizer(found),
+            num_microbatches=num_microbatches,
+            outputs=lambda params, batch, _: apply(params, batch),
+            any_loss=any_loss,
+            precision=precision,
+            counted=any_loss.counted,
+        )
+
     def with_model(self, model: Any) -> "Objective":
         """The same batches under another model, such as the same with another loss."""
         found = Objective.from_model(
@@ -233,48 +227,18 @@ class Objective:
             self._with_losses[key] = self.with_model(model)
         return self._with_losses[key]
 
-    def compiled(
-        self, name: str, function: Callable[..., Any], params: PyTree, *more: Any
-    ) -> Any:
-        """`function(params, batch, key, *more)` compiled for the first batch, once.
-
-        At this objective's matmul precision; for measuring memory and time.
-
-        Args:
-            name: name of its result; the same name must mean the same function.
-            function: the function.
-            params: parameters.
-            *more: further arguments.
-        """
-        args = (params, self.batches[0], self._keys[0], *more)
-        key = name, compiled_for(args)
-        if key not in self._compiled:
-            with jax.default_matmul_precision(self.precision):
-                self._compiled[key] = jax.jit(function).lower(*args).compile()
-        return self._compiled[key]
-
-    @property
-    def W(self) -> float:
-        """The total normalizer."""
-        return self.normalizer.total
-
     @property
     def loss_record(self) -> dict[str, Any]:
         """The settings of the loss as JSON holds them; empty where there are none."""
         return {} if self.loss_settings is None else self.loss_settings.record
 
-    @property
-    def num_traces(self) -> dict[str, int]:
-        """How often each derivative was traced: once each, unless shapes change."""
-        return self._programs.num_traces
-
     def num_labels_outside(self, params: PyTree) -> int | None:
         """The number of counted labels outside the classes of the logits.
 
         The loss of such a label has no target in it. None where the objective does not
-        know the logits.
+        know logits of tokens.
         """
-        if self._outputs is None:
+        if self._outputs is None or not isinstance(self._of_outputs, TokenLoss):
             return None
         key, batch = self._keys[0], self.batches[0]
         logits = jax.eval_shape(self._outputs, params, batch, key)
@@ -285,40 +249,6 @@ class Objective:
             for batch in self.batches
         ]
         return sum(int(count) for count in jax.device_get(counts))
-
-    def key(self, number: int) -> jax.Array | None:
-        """The fixed dropout key of batch `number`; None where dropout is off."""
-        return self._keys[number]
-
-    def batch_loss(
-        self, params: PyTree, batch: Any, key: Any = None, index: Any = None
-    ) -> jax.Array:
-        """One batch's share of the objective, $n_b / W$: traceable, differentiable.
-
-        Args:
-            params: parameters.
-            batch: one of the batches.
-            key: its dropout key.
-            index: its number; the loss does not depend on it.
-        """
-        del index
-        return self._share(self._numerator(params, batch, key))
-
-    def _share(self, numerator):
-        share = numerator / self.W
-        return share.astype(jnp.promote_types(share.dtype, jnp.float32))
-
-    def batch_values(self, params: PyTree) -> np.ndarray:
-        """Each batch's share $n_b / W$ of the objective, in order, float64."""
-        found = self._scalars("the loss", self.batch_loss, params)
-        pieces = np.asarray([float(x) for x in found], np.float64)
-        return pieces.reshape(-1, self.num_microbatches).sum(axis=1)
-
-    def value(self, params: PyTree) -> float:
-        r"""The loss $L(\theta)$, summed over batches in float64."""
-        shares = self.batch_values(params)
-        check_finite("the loss", by_batch({"its value": x} for x in shares))
-        return math.fsum(shares)
 
     def value_and_accuracy(self, params: PyTree) -> tuple[float, float | None]:
         """The loss, and the share of tokens that count whose label is most likely.
@@ -343,49 +273,6 @@ class Objective:
         numerator, classes = self._predictions(params, batch, key)
         correct = (classes == batch["decoder_target_tokens"]) & self._counted(batch)
         return self._share(numerator), jnp.sum(correct)
-
-    def gradient(self, params: PyTree) -> PyTree:
-        """The gradient, a tree like the parameters' floating-point leaves."""
-        layout = parameters.shardings(params)
-        program = self._programs.compiled(
-            "the gradient", gradient(self.batch_loss), layout
-        )
-        wide = parameters.widened(params)
-        parts = lambda: (program(wide, *pair) for pair in self._pairs())
-        total = summed(parts())
-        check_vector("the gradient", total, parts, self.num_microbatches)
-        return total
-
-    def jvp(self, params: PyTree, direction: PyTree) -> tuple[float, float]:
-        r"""The loss and its directional derivative $\langle \nabla L, v \rangle$.
-
-        It takes one forward pass; the loss must have forward mode, which a
-        `jax.custom_vjp` loss has not.
-        """
-        trees.check_like(direction, params, "direction")
-        found = self._scalars(
-            "the jvp", directional_derivative(self.batch_loss), params, direction
-        )
-        shares = [(float(x), float(y)) for x, y in found]
-        parts = ({"its value": x, "its derivative": y} for x, y in shares)
-        check_finite("the loss", by_batch(parts, self.num_microbatches))
-        value, derivative = zip(*shares, strict=True)
-        return math.fsum(value), math.fsum(derivative)
-
-    def mixed(self, params: PyTree, u: PyTree, v: PyTree) -> tuple[float, float]:
-        r"""The derivatives $\langle \nabla L, u \rangle$ and $\langle u, H v \rangle$.
-
-        By one jvp through a jvp: the loss must have forward mode.
-        """
-        for direction in (u, v):
-            trees.check_like(direction, params, "direction")
-        function = mixed_directional_derivative(self.batch_loss)
-        found = self._scalars("the second derivative", function, params, u, v)
-        pairs = [(float(x), float(y)) for x, y in found]
-        parts = ({"its slope": x, "its curvature": y} for x, y in pairs)
-        check_finite("the loss", by_batch(parts, self.num_microbatches))
-        slope, curvature = zip(*pairs, strict=True)
-        return math.fsum(slope), math.fsum(curvature)
 
     def product(
         self,
@@ -429,34 +316,21 @@ class Objective:
             rounding=lambda: self.tolerance(params),
         )
 
-    def tolerance(self, params: PyTree) -> float:
-        """The relative error that rounding may leave in a derivative."""
-        return forward_mode.TOLERANCES.get(self.activation_dtype(params), 1e-1)
-
     def _semidefinite(self, matrix, params):
-        if matrix == "hessian":
+        """Whether the matrix must be so, to be called; None where any sign is right."""
+        of_outputs, outputs = self._of_outputs, self._outputs
+        if matrix == "hessian" or not isinstance(of_outputs, TokenLoss):
             return None
-        if matrix not in self._least_scales:
+        if matrix != "gauss_newton":
             return lambda: True
-        least = self._least_scales[matrix]
-        return lambda: min(self._scalars("the loss's convexity", least, params)) >= 0
 
-    def activation_dtype(self, params: PyTree) -> str:
-        """The narrowest type in which the network multiplies matrices; traces, once."""
-        if self._activation_dtype is None:
-            traced = self.traced_jvp(params)
-            self._activation_dtype = forward_mode.narrowest_product(traced)
-        return self._activation_dtype
+        def least_scale(params, batch, key, index):
+            del index
+            assert outputs is not None
+            return of_outputs.least_scale(outputs(params, batch, key), batch)
 
-    def traced_jvp(self, params: PyTree) -> Any:
-        """The jaxpr of `jvp` for the first batch; a later `jvp` compiles this trace."""
-        params = parameters.widened(params)
-        return self._programs.traced(
-            "the jvp",
-            directional_derivative(self.batch_loss),
-            parameters.replicated(params),
-            *(params, trees.float_part(params), *next(self._pairs())),
-        )
+        name = "the loss's convexity"
+        return lambda: min(self._scalars(name, least_scale, params)) >= 0
 
     def check_matrix(self, matrix: str) -> None:
         """Reject a matrix that this objective does not have.
@@ -468,21 +342,14 @@ class Objective:
             raise ValueError(
                 f"matrix must be one of {', '.join(matrices.WORDS)}: got {matrix!r}."
             )
-        if matrix not in self._linear_maps:
+        if matrix in self._linear_maps:
+            return
+        if "gauss_newton" in self._linear_maps:
             raise ValueError(
-                f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
-                "was built without outputs and loss_settings."
+                f"{matrices.WORDS[matrix]} needs the likelihood of tokens, which a loss "
+                "of Objective.from_loss does not have: choose hessian or gauss_newton."
             )
-
-    def _pairs(self):
-        return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
-
-    def _scalars(self, name, function, params, *directions):
-        layout = parameters.replicated(params)
-        program = self._programs.compiled(name, function, layout)
-        params = parameters.widened(params)
-        found = [
-            in_flight.limited(number, program(params, *directions, *pair))
-            for number, pair in enumerate(self._pairs())
-        ]
-        return jax.device_get(found)
+        raise ValueError(
+            f"{matrices.WORDS[matrix]} needs the model's logits: this objective "
+            "was built without outputs and loss_settings."
+        )

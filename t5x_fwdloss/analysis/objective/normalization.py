@@ -28,6 +28,7 @@ UNITS = {
     "real_tokens": "nat/token",
     "all_tokens": "nat/position",
     "per_sequence": "nat/token",
+    "losses": "loss",
 }
 WORDS = {
     "sum": "the sum over all tokens, not divided by anything (W = 1)",
@@ -37,6 +38,7 @@ WORDS = {
     "positions, padding included, W = {W:g}",
     "per_sequence": "the mean over tokens within each sequence, averaged over "
     "W = {W:g} sequences",
+    "losses": "the sum over all losses, divided by their total weight W = {W:g}",
 }
 
 
@@ -45,7 +47,8 @@ class Normalizer:
     """The total normalizer of the analyzed data.
 
     Attributes:
-        kind: 'sum', 'constant', 'real_tokens', 'all_tokens' or 'per_sequence'.
+        kind: 'sum', 'constant', 'real_tokens', 'all_tokens', 'per_sequence', or 'losses'
+            for a loss that is not of tokens.
         total: W, the number that the summed loss is divided by.
     """
 
@@ -88,6 +91,12 @@ def total_normalizer(factor: Any, batches: Sequence[Mapping[str, Any]]) -> Norma
     # In float64 on the host: the sum of many float32 counts would round.
     total = sum(float(_normalizer(dict(batch), factor)) for batch in batches)
     return Normalizer(kind, _positive(total, f"the number of {kind.replace('_', ' ')}"))
+
+
+def of_weights(weights: Sequence[Any]) -> Normalizer:
+    """The normalizer of losses with these weights, batch by batch."""
+    total = batches_lib.total(weights)
+    return Normalizer("losses", _positive(total, "the sum of the losses' weights"))
 
 
 @functools.partial(jax.jit, static_argnames="factor")

@@ -122,13 +122,14 @@ def facts(document: dict[str, Any]) -> dict[str, str]:
     loss = document["loss"]
     target = document["batch_shapes"].get("decoder_target_tokens")
     shape = "" if target is None else f" of {target[0]} by {target[1]} target positions"
+    counted = "losses" if document["normalizer"]["kind"] == "losses" else "tokens"
     rows = {
         "Checkpoint": document["checkpoint"] or DASH,
         "Step": DASH if document["step"] is None else f"{document['step']:,}",
         "Data": f"{document['task'] or DASH}: {document['num_batches']} batches{shape}, "
-        f"{document['num_tokens']:,} tokens that count" + _outside(document),
+        f"{document['num_tokens']:,} {counted} that count" + _outside(document),
         "Batches' hash": document["batches_hash"][:16],
-        "Loss": ", ".join(f"{k} = {v}" for k, v in loss.items()),
+        "Loss": ", ".join(f"{k} = {v}" for k, v in loss.items()) or DASH,
         "Normalizer W": f"{document['normalizer']['W']:,.6g} "
         f"({document['normalizer']['kind'].replace('_', ' ')})",
         "Model": ", ".join(
