@@ -44,7 +44,7 @@ from t5x_fwdloss.analysis.report import (
     training,
 )
 from t5x_fwdloss.analysis.report.terminal import print_line, print_table
-from t5x_fwdloss.analysis.store import files, identity
+from t5x_fwdloss.analysis.store import files, finished_run, identity
 from t5x_fwdloss.analysis.store.checksum import checksum
 from t5x_fwdloss.analysis.store.folder import RunFolder
 from t5x_fwdloss.curvature import NonFiniteError
@@ -283,6 +283,7 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
     objective = context.objective
     failed = any(isinstance(outcome, Failure) for outcome in outcomes)
     return {
+        "schema_version": finished_run.SCHEMA_VERSION,
         "status": "failed" if failed else "finished",
         "finished_at": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
         "checkpoint": host.checkpoint,
