@@ -39,7 +39,7 @@ from t5x_fwdloss.standalone.model import StandaloneModel
 MAX_KILLS = 6
 # Of LossComparison: no two runs take the same time.
 UNEQUAL = ("time", "memory", "seconds")
-LANCZOS = {"max_steps": 14, "save_every": 2, "tolerance": 1e-9}
+LANCZOS = {"max_steps": 14, "tolerance": 1e-9}
 PROBES = {"num_probes": 8, "block_size": 2}
 
 RUNS = {
@@ -68,10 +68,8 @@ RUNS = {
         analysis.Trace(matrix="gauss_newton", **PROBES),
     ],
     "densities": lambda: [
-        analysis.SpectralDensity(num_probes=2, num_steps=6, save_every=2),
-        analysis.SpectralDensity(
-            matrix="gauss_newton", num_probes=2, num_steps=4, save_every=2
-        ),
+        analysis.SpectralDensity(num_probes=2, num_steps=6),
+        analysis.SpectralDensity(matrix="gauss_newton", num_probes=2, num_steps=4),
     ],
     "by parameter": lambda: [
         analysis.GroupTraces(**PROBES),

@@ -73,6 +73,7 @@ def analyze(
     use_orbax: bool = True,
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    save_seconds: settings.Count = analysis.SAVE_SECONDS,
     compilation_cache_dir: settings.Path | None = None,
     learning_rate_fn: optimizer_lib.LearningRate | None = None,
     checkpoint_steps: steps_lib.CheckpointSteps | None = None,
@@ -104,6 +105,7 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement.
         compilation_cache_dir: folder of JAX's compilation cache, for the next run;
             None: JAX's own settings.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
@@ -212,6 +214,7 @@ def analyze(
         seed=seed,
         memory_budget=memory_budget,
         fold=folding,
+        save_seconds=save_seconds,
     )
     if checkpoint_steps is None:
         params, host = load()

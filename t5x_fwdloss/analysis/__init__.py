@@ -7,6 +7,7 @@ from t5x_fwdloss.analysis.measurements.along.landscape import Landscape as Lands
 from t5x_fwdloss.analysis.measurements.comparison import (
     LossComparison as LossComparison,
 )
+from t5x_fwdloss.analysis.measurements.context import SAVE_SECONDS as SAVE_SECONDS
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,
 )

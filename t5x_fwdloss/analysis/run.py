@@ -19,7 +19,11 @@ from jaxtyping import PyTree
 from t5x_fwdloss import progress
 from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
-from t5x_fwdloss.analysis.measurements.context import Context, Measurement
+from t5x_fwdloss.analysis.measurements.context import (
+    SAVE_SECONDS,
+    Context,
+    Measurement,
+)
 from t5x_fwdloss.analysis.numbers import (
     Failure,
     MeasurementResult,
@@ -93,6 +97,7 @@ def run_analysis(
     host: HostInfo | None = None,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    save_seconds: settings_lib.Count = SAVE_SECONDS,
     eigenvectors_dir: settings_lib.Path | None = None,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
@@ -108,6 +113,8 @@ def run_analysis(
         memory_budget: bytes per device that linearized products may take; None: half of
             the free memory; 0: everything is differentiated anew for each vector.
         fold: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement; a killed run
+            resumes from the last, one that SIGTERM stops where it was.
         eigenvectors_dir: a folder for the eigenvectors that a measurement finds and does
             not save itself; None: they are dropped.
 
@@ -135,6 +142,7 @@ def run_analysis(
         is_primary=host.primary,
         memory_budget=memory_budget,
         fold=fold,
+        save_seconds=save_seconds,
         load_preconditioner=host.load_preconditioner,
         vectors_path=folder.vectors_path,
         eigenvectors_dir=(

@@ -59,6 +59,7 @@ def analyze(
     matmul_precision: analysis.Precision = "highest",
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    save_seconds: settings.Count = analysis.SAVE_SECONDS,
     compilation_cache_dir: settings.Path | None = None,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
@@ -87,6 +88,7 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement.
         compilation_cache_dir: folder of JAX's compilation cache, for the next run;
             None: JAX's own settings.
         optimizer: that of the training, for preconditioned measurements.
@@ -163,6 +165,7 @@ def analyze(
         seed=seed,
         memory_budget=memory_budget,
         fold=folding,
+        save_seconds=save_seconds,
     )
     if checkpoint_steps is None:
         params, host = load(checkpoint_path)

@@ -36,7 +36,7 @@ def host(**fields):
 def measurements():
     return [
         DirectionalDerivatives(num_random=1, num_points=3, checkpoints=("/other",)),
-        Eigenpairs(num_largest=2, num_smallest=1, max_steps=9, save_every=4),
+        Eigenpairs(num_largest=2, num_smallest=1, max_steps=9),
         Trace(num_probes=8, block_size=4),
     ]
 
@@ -62,6 +62,7 @@ def context(path, cls=Context, **fields):
         "seed": SEED,
         "load_params": None,
         "state_path": lambda name: epath.Path(path) / f"{name}.state",
+        "save_seconds": 0,
     } | fields
     given["objective"] = given["objective"] or objective()
     return cls(**given)

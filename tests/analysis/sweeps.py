@@ -27,7 +27,7 @@ def load(path):
 
 def measurements():
     return [
-        Eigenpairs(num_largest=2, num_smallest=1, max_steps=16, save_every=4),
+        Eigenpairs(num_largest=2, num_smallest=1, max_steps=16),
         Trace(num_probes=8, block_size=4),
     ]
 

@@ -115,20 +115,19 @@ MEASUREMENTS = {
     "sampled": Trace(matrix="sampled_fisher", num_probes=3, block_size=2),
     "hutch++": Trace(estimator="hutch++", num_probes=2, sketch_size=1, block_size=1),
     "xtrace": Trace(estimator="xtrace", num_probes=2, block_size=1),
-    "density": SpectralDensity(num_probes=2, num_steps=2, save_every=2),
+    "density": SpectralDensity(num_probes=2, num_steps=2),
     "eigenpairs": Eigenpairs(
         num_largest=1,
         num_smallest=0,
         max_steps=4,
-        save_every=2,
         save_eigenvectors=True,
     ),
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
     "noise_scale": GradientNoiseScale(),
-    "group_densities": GroupDensities(num_probes=2, num_steps=2, save_every=3),
-    "newton": NewtonStep(max_steps=5, save_every=2, tolerance=1e-6),
-    "landscape": Landscape(num_points=3, save_every=4),
+    "group_densities": GroupDensities(num_probes=2, num_steps=2),
+    "newton": NewtonStep(max_steps=5, tolerance=1e-6),
+    "landscape": Landscape(num_points=3),
 }
 
 

@@ -242,7 +242,7 @@ def test_directions_that_are_zero_or_parallel_are_left_out(context):
 def test_a_run_killed_between_points_ends_with_the_same_bits(
     context, kill_at, monkeypatch
 ):
-    plain = Landscape(num_points=3, save_every=1, name="random")
+    plain = Landscape(num_points=3, name="random")
     whole = plain.run(context)
     context.state_path = lambda name, path=context.state_path: path("again" + name)
     value, count = Objective.value_and_accuracy, 0

@@ -25,6 +25,7 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis import settings as settings_lib
+from t5x_fwdloss.analysis.measurements.context import SAVE_SECONDS
 from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import Eigenpairs
 from t5x_fwdloss.analysis.numbers import to_json
 from t5x_fwdloss.analysis.objective import parameters
@@ -70,6 +71,7 @@ def run_sweep(
     seed: settings_lib.Seed = 0,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    save_seconds: settings_lib.Count = SAVE_SECONDS,
     learning_rate: optimizer_lib.LearningRate | None = None,
     follow_until: settings_lib.Count | None = None,
     is_primary: bool | None = None,
@@ -92,6 +94,7 @@ def run_sweep(
         seed: as of `run_analysis`.
         memory_budget: as of `run_analysis`.
         fold: as of `run_analysis`.
+        save_seconds: as of `run_analysis`.
         learning_rate: the training's learning rate or its schedule.
         follow_until: wait for further checkpoints until one of this step is there; None:
             measure those that are there.
@@ -130,6 +133,7 @@ def run_sweep(
             host=host,
             memory_budget=memory_budget,
             fold=fold,
+            save_seconds=save_seconds,
             eigenvectors_dir=vectors,
         )
         return params, status

@@ -93,8 +93,6 @@ class Landscape(Measurement):
             `DirectionalDerivatives`.
         ignore_vectors: whether random directions are zero on parameters without a second
             axis.
-        save_every: points between two saved states; a killed run resumes from there, one
-            that is stopped by SIGTERM at the next point.
     """
 
     needs_forward_mode: ClassVar = True
@@ -106,7 +104,6 @@ class Landscape(Measurement):
     orthogonalize: bool = True
     random_normalization: Annotated[str, settings.one_of(*NORMALIZATIONS)] = "filter"
     ignore_vectors: bool = True
-    save_every: settings.Positive = 25
 
     @property
     def optimizer_setting(self) -> str:
@@ -170,7 +167,6 @@ class Landscape(Measurement):
             GridState,
             len(points),
             functools.partial(_measured, plane, points),
-            save_every=self.save_every,
             note=lambda state: f"loss {state.rows[-1][0]:.4g}",
         )
         context.step()

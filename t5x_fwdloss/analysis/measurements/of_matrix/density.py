@@ -62,7 +62,6 @@ class SpectralDensity(MatrixMeasurement):
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
         effective_dimension_at: dampings $a$ above 0; of any matrix but the Hessian,
             which has negative eigenvalues.
     """
@@ -71,7 +70,6 @@ class SpectralDensity(MatrixMeasurement):
     num_steps: settings.Positive = 40
     kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
-    save_every: settings.Positive = 20
     effective_dimension_at: Sequence[settings.Above] = ()
 
     def check_settings(self, earlier: Sequence[Measurement]) -> None:
@@ -110,7 +108,6 @@ class SpectralDensity(MatrixMeasurement):
                 mask=self.mask(context),
                 basis_on_host=self.basis_on_host,
             ),
-            save_every=self.save_every,
             note=lambda state: f"probe {len(state.nodes) + 1}",
         )
 

@@ -59,7 +59,6 @@ class Eigenpairs(MatrixMeasurement):
         max_basis: largest number of vectors held at once; None: three for each pair and
             ten more.
         basis_on_host: whether the vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
         num_starts: random start vectors. One suffices; if eigenvalues are known to
             occur several times, as many start vectors find them sooner.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
@@ -72,7 +71,6 @@ class Eigenpairs(MatrixMeasurement):
     tolerance: settings.Fraction = 1e-3
     max_basis: settings.Positive | None = None
     basis_on_host: bool = False
-    save_every: settings.Positive = 10
     num_starts: settings.Positive = 1
     save_eigenvectors: bool = False
 
@@ -136,7 +134,6 @@ class Eigenpairs(MatrixMeasurement):
                 dimension=self.dimension(context),
                 fresh=draw,
             ),
-            save_every=self.save_every,
             note=_extremes,
         )
         found = _with_noise(found, noise)

@@ -68,7 +68,6 @@ class GroupDensities(MatrixMeasurement):
         num_steps: products for each probe.
         width: standard deviation of the smoothing Gaussian, in decades.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
     """
 
     groups: Mapping[settings.Words, settings.Pattern] | None = None
@@ -76,7 +75,6 @@ class GroupDensities(MatrixMeasurement):
     num_steps: settings.Positive = 30
     width: settings.Above = 0.2
     basis_on_host: bool = False
-    save_every: settings.Positive = 20
 
     @property
     def patterns_of_groups(self) -> Sequence[str]:
@@ -110,7 +108,6 @@ class GroupDensities(MatrixMeasurement):
             lambda on_step, state: self._search(
                 context, product, like, masks, on_step, state or GroupsState()
             ),
-            save_every=self.save_every,
             note=lambda state: f"group {len(state.finished) + 1} of {len(masks)}",
         )
         samples = {

@@ -60,7 +60,6 @@ class NewtonStep(MatrixMeasurement):
         max_steps: largest number of products of the search.
         groups: group's name to a regular expression that matches the whole path of its
             parameters; None: by layer, the first two parts of the path; {}: none.
-        save_every: products between two saved states.
     """
 
     needs_forward_mode: ClassVar = True
@@ -69,7 +68,6 @@ class NewtonStep(MatrixMeasurement):
     tolerance: settings.Fraction = 1e-3
     max_steps: settings.Positive = 50
     groups: Mapping[settings.Words, settings.Pattern] | None = None
-    save_every: settings.Positive = 10
 
     @property
     def patterns_of_groups(self) -> Sequence[str]:
@@ -84,7 +82,6 @@ class NewtonStep(MatrixMeasurement):
             CgState,
             self.max_steps,
             functools.partial(self._search, product, gradient),
-            save_every=self.save_every,
             note=lambda state: f"relative residual {state.relative_residual:.2g}",
         )
         x = found.solution
