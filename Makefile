@@ -79,6 +79,7 @@ bench: setup
 	  $$($(BIN)/python -c "import t5x" 2>/dev/null && echo --train_step)
 	$(BIN)/python scripts/benchmark_curvature.py --output=docs/benchmarks/curvature_cpu.json
 	$(BIN)/python scripts/edge_of_stability.py
+	$(BIN)/python scripts/edge_of_stability_adaptive.py
 	! $(BIN)/python -c "import t5x" 2>/dev/null || { \
 	  $(BIN)/python scripts/benchmark_training_memory.py --output=docs/benchmarks/training_memory_cpu.json && \
 	  $(BIN)/python scripts/benchmark_probes.py --output=docs/benchmarks/probes_cpu.json; }

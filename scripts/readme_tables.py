@@ -149,6 +149,34 @@ def edge_of_stability(file: str = "edge_of_stability.json") -> str:
     return "\n".join(lines)
 
 
+def edge_of_adaptive(file: str = "edge_of_stability_adaptive.json") -> str:
+    """Eigenvalues of Adam's and Adafactor's runs, in units of their thresholds."""
+    runs = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["runs"]
+    heads = [f"{run['optimizer']}, {run['learning_rate']}" for run in runs]
+    lines = ["| learning rate | " + " | ".join(heads) + " |"]
+    lines.append("|---" * (len(heads) + 1) + "|")
+    ratio = "largest_preconditioned_eigenvalue"
+    rows = {
+        "threshold": lambda run: f"{run['threshold']:,.0f}",
+        "largest eigenvalue of P H over the threshold": lambda run: _settled(
+            run[ratio], run["threshold"]
+        ),
+        "largest eigenvalue of H over 2/η": lambda run: _settled(
+            run["largest_eigenvalue"], 2 / run["learning_rate"]
+        ),
+    }
+    for name, cell in rows.items():
+        lines.append(f"| {name} | " + " | ".join(map(cell, runs)) + " |")
+    return "\n".join(lines)
+
+
+def _settled(numbers, unit):
+    """Median and quartiles of the last two thirds, in a unit."""
+    last = [x / unit for x in numbers[len(numbers) // 3 :]]
+    low, middle, high = statistics.quantiles(last, n=4, method="inclusive")
+    return f"{middle:.2g} ({low:.2g} to {high:.2g})"
+
+
 def _end(numbers):
     """Median of the last third, without those that were not found."""
     last = numbers[len(numbers) * 2 // 3 :]
@@ -173,6 +201,7 @@ def probe_memory(file: str = "training_memory_cpu.json") -> str:
 
 TABLES = {
     "edge_of_stability": edge_of_stability,
+    "edge_of_adaptive": edge_of_adaptive,
     "probe_cost": probe_cost,
     "probe_memory": probe_memory,
     "V32128": lambda: losses("V32128"),
