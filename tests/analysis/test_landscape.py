@@ -16,6 +16,9 @@ from t5x_fwdloss.curvature.vectors import probes
 
 from . import runs, toy
 
+# Split to the seed of its examples.
+OTHER = {"train[:1%]": 8}
+
 
 @pytest.fixture(scope="module", autouse=True)
 def x64_everywhere():
@@ -25,7 +28,9 @@ def x64_everywhere():
 
 @pytest.fixture(scope="module")
 def objective(x64_everywhere):
-    return runs.objective(toy.batches(6, dtype=np.float64), z_loss=0.01)
+    model = toy.SoftmaxRegression(z_loss=0.01, factor="NUM_REAL_TARGET_TOKENS")
+    draw = lambda seed: toy.batches(6, seed=seed, dtype=np.float64)
+    return Objective.from_model(model, draw(1), load_batches=lambda x: draw(OTHER[x]))
 
 
 @pytest.fixture
@@ -42,9 +47,9 @@ def flat(tree):
     return np.asarray(ravel_pytree(tree)[0])
 
 
-def loss_and_accuracy(theta):
+def loss_and_accuracy(theta, seed=1):
     """By NumPy, at flat parameters: bias, then kernel."""
-    whole = toy.examples(dtype=np.float64)
+    whole = toy.examples(seed=seed, dtype=np.float64)
     bias, kernel = theta[: toy.CLASSES], theta[toy.CLASSES :].reshape(-1, toy.CLASSES)
     z = whole["features"] @ kernel + bias
     log_z = np.log(np.exp(z).sum(axis=-1))
@@ -95,6 +100,59 @@ def test_every_point_of_a_plane_is_the_loss_there(context):
     loss, accuracy = loss_and_accuracy(theta)
     assert numbers["loss"].value == pytest.approx(loss, rel=1e-12)
     assert numbers["accuracy"].value == pytest.approx(accuracy, rel=1e-12)
+
+
+def test_every_point_is_measured_on_another_split_too(context):
+    given = {"num_points": 3, "ranges": [(-1.0, 0.5), (-0.5, 3.0)]}
+    plain = Landscape(**given).run(context)
+    found = Landscape(**given, other_split="train[:1%]").run(context)
+    for name, array in plain.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+    assert plain.numbers.items() <= found.numbers.items()
+    theta, first = flat(context.params), drawn(context, 0)
+    second = drawn(context, 1)
+    length = np.linalg.norm(second)
+    second = second - (first @ second) / (first @ first) * first
+    second *= length / np.linalg.norm(second)
+    losses = found.arrays["on_train_1_/losses"]
+    for i, a in enumerate(found.arrays["coefficients_1"]):
+        for j, b in enumerate(found.arrays["coefficients_2"]):
+            loss, accuracy = loss_and_accuracy(theta + a * first + b * second, 8)
+            assert losses[i, j] == pytest.approx(loss, rel=1e-12)
+            there = found.arrays["on_train_1_/accuracies"][i, j]
+            assert there == pytest.approx(accuracy, rel=1e-12)
+    value = lambda name: found.numbers[f"on_train_1_/{name}"].value
+    loss, accuracy = loss_and_accuracy(theta, 8)
+    assert value("loss") == pytest.approx(loss, rel=1e-12)
+    assert value("accuracy") == pytest.approx(accuracy, rel=1e-12)
+    place = np.unravel_index(losses.argmin(), losses.shape)
+    assert value("smallest_loss") == losses.min()
+    for i in (1, 2):
+        expected = found.arrays[f"coefficients_{i}"][place[i - 1]]
+        assert value(f"smallest_loss_place_{i}") == expected
+
+
+def test_the_batches_of_another_split_are_part_of_the_run_s_identity(tmp_path):
+    def run(seed, folder="out", **settings):
+        objective = Objective.from_model(
+            toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS"),
+            toy.batches(6),
+            load_batches=seed and (lambda _: toy.batches(6, seed=seed)),
+        )
+        line = Landscape(directions=["gradient"], num_points=3, **settings)
+        given = {"objective": objective, "measurements": [line]}
+        return runs.run(tmp_path / folder, **given)
+
+    assert run(8, other_split="train") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    of_train = runs.objective(toy.batches(6, seed=8)).batches_hash
+    assert found["fingerprint"]["other_batches"] == {"train": of_train}
+    assert run(8, other_split="train") == 0  # finished
+    with pytest.raises(ValueError, match="different run's results.*other_batches"):
+        run(9, other_split="train")
+    with pytest.raises(ValueError, match=r"can read other splits.*got 'train'"):
+        run(None, "new", other_split="train")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_quadratic_model_is_that_of_the_dense_hessian(context):
@@ -238,11 +296,16 @@ def test_directions_that_are_zero_or_parallel_are_left_out(context):
     assert found.arrays["losses"].shape == (3,)
 
 
-@pytest.mark.parametrize("kill_at", [1, 4, 9])
+@pytest.mark.parametrize(("kill_at", "num_splits"), [(1, 1), (9, 1), (5, 2)])
 def test_a_run_killed_between_points_ends_with_the_same_bits(
-    context, kill_at, monkeypatch
+    context, kill_at, num_splits, monkeypatch
 ):
-    plain = Landscape(num_points=3, save_every=1, name="random")
+    plain = Landscape(
+        num_points=3,
+        save_every=1,
+        name="random",
+        other_split="train[:1%]" if num_splits == 2 else None,
+    )
     whole = plain.run(context)
     context.state_path = lambda name, path=context.state_path: path("again" + name)
     value, count = Objective.value_and_accuracy, 0
@@ -258,7 +321,9 @@ def test_a_run_killed_between_points_ends_with_the_same_bits(
     with pytest.raises(Killed):
         plain.run(context)
     found = plain.run(context)
-    assert count == 1 + 9 + 1 + 0  # the one that was killed, and every point once
+    # Every point once, and what was lost of the point of the kill.
+    lost = kill_at % num_splits + 1
+    assert count == 10 * num_splits + lost
     assert json.dumps(result_to_json(found)) == json.dumps(result_to_json(whole))
 
 

@@ -76,7 +76,7 @@ def test_follow_needs_the_end_of_the_training(tmp_path):
     with pytest.raises(ValueError, match="got 30, and TRAIN_STEPS = 20"):
         checkpoint_steps.check(tmp_path / "m", [10, 30], train_steps=20, **given)
     with pytest.raises(ValueError, match="--follow must have CHECKPOINT_STEPS"):
-        checkpoint_steps.check_alone(follow=True)
+        checkpoint_steps.check(tmp_path / "m", None, train_steps=20, **given)
 
 
 def test_the_folder_of_another_sweep_or_run_is_refused(tmp_path):

@@ -34,7 +34,7 @@ def check(
 
     Args:
         path: the model folder.
-        chosen: the value of `CHECKPOINT_STEPS`.
+        chosen: the value of `CHECKPOINT_STEPS`; None: there is no sweep.
         follow: whether to wait for further checkpoints.
         train_steps: the step at which the training ends; None: unknown.
         output_dir: the folder of the sweep, whose finished steps need no checkpoint.
@@ -42,6 +42,13 @@ def check(
     Raises:
         ValueError: in one sentence.
     """
+    if chosen is None:
+        if follow:
+            raise ValueError(
+                "--follow must have CHECKPOINT_STEPS, the checkpoints to measure: got "
+                "None; set --gin.CHECKPOINT_STEPS=\"'all'\"."
+            )
+        return
     settings.check("CHECKPOINT_STEPS", chosen, CheckpointSteps)
     settings.check("CHECKPOINT_PATH", path, settings.Path)
     if follow and train_steps is None:
@@ -72,22 +79,6 @@ def check(
         )
     if not follow:
         select(chosen, found, str(folder))
-
-
-def check_alone(*, follow: bool) -> None:
-    """Reject `--follow` for the analysis of one checkpoint.
-
-    Args:
-        follow: whether to wait for further checkpoints.
-
-    Raises:
-        ValueError: it is given.
-    """
-    if follow:
-        raise ValueError(
-            "--follow must have CHECKPOINT_STEPS, the checkpoints to measure: got None; "
-            "set --gin.CHECKPOINT_STEPS=\"'all'\"."
-        )
 
 
 def select(
