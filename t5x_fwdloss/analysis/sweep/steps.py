@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.store import files
+from t5x_fwdloss.analysis.store import files, multihost
 
 ALL = "all"
 _EVERY = re.compile(r"every ([1-9]\d{0,17})")
@@ -64,13 +65,20 @@ def check(
             f"them: got {shown(beyond)}, and TRAIN_STEPS = {train_steps}."
         )
     folder = files.user_path(path)
-    there = folder.exists()
-    if re.fullmatch(r"checkpoint_\d+", folder.name) or (there and not folder.is_dir()):
+
+    def look():
+        there = folder.exists()
+        steps = sorted({*find(path), *finished(output_dir)})
+        return there, there and not folder.is_dir(), steps
+
+    # Another process may see another content of the folder, and would end alone.
+    is_primary = jax.process_index() == 0
+    there, is_file, found = multihost.from_primary_doing(is_primary, look)
+    if re.fullmatch(r"checkpoint_\d+", folder.name) or is_file:
         raise ValueError(
             "CHECKPOINT_PATH must be a model folder, which holds folders "
             f"checkpoint_<step>, where CHECKPOINT_STEPS is given: got {folder}."
         )
-    found = sorted({*find(path), *finished(output_dir)})
     if not found and not follow:
         raise ValueError(
             "CHECKPOINT_PATH must be a model folder, which holds folders "

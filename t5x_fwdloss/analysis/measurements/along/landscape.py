@@ -276,9 +276,11 @@ def _numbers(
     places = [np.asarray(x) for x in plane.coefficients]
     grid = np.stack(np.meshgrid(*places, indexing="ij"), -1) if places else np.zeros(0)
     arrays = {
-        "model": readings[0].loss
-        + grid @ slopes
-        + np.einsum("...i,ij,...j", grid, matrix, grid) / 2,
+        "model": np.asarray(
+            readings[0].loss
+            + grid @ slopes
+            + np.einsum("...i,ij,...j", grid, matrix, grid) / 2
+        ),
         "slopes": slopes,
         "hessian": matrix,
         "lengths": np.array([axis.length for axis in plane.axes]),

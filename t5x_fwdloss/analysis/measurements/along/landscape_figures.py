@@ -105,7 +105,7 @@ def _contours(result: MeasurementResult) -> Figure | None:
         for where, colors, _ in _splits(result)[1:]
     ]
     levels = _levels(np.stack([values for values, *_ in drawn]))
-    model = result.arrays["model"], SERIES[1], "quadratic model, same levels", ""
+    model = result.arrays["model"], SERIES[1], "quadratic model", ""
     drawn.insert(1, model)
     axes = figures.panels(len(drawn), columns=len(drawn), height=_height(len(drawn)))
     for axis, (values, color, title, where) in zip(axes, drawn, strict=True):
@@ -204,8 +204,8 @@ PLOTS = (
         _lines,
     ),
     Plot(
-        "The loss on the plane and its quadratic model at this checkpoint. In a round "
-        "bowl the contours would be equally spaced.",
+        "The loss on the plane and its quadratic model at this checkpoint, by the same "
+        "levels. In a round bowl the contours would be equally spaced.",
         _contours,
     ),
     Plot("The loss on the plane as a surface, and its quadratic model.", _surface),
