@@ -11,6 +11,7 @@ from stops import Killed
 
 from t5x_fwdloss.analysis import Eigenpairs, Landscape, Objective, measurement_list
 from t5x_fwdloss.analysis.measurements.along import barriers, named
+from t5x_fwdloss.analysis.measurements.along import plane as plane_lib
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.curvature.vectors import probes
 
@@ -294,6 +295,25 @@ def test_directions_that_are_zero_or_parallel_are_left_out(context):
     found = other.run(context)
     assert "checkpoint:04 is parallel to the first" in found.notes[0]
     assert found.arrays["losses"].shape == (3,)
+
+
+@pytest.mark.parametrize(("angle", "is_kept"), [(5e-3, True), (5e-4, False)])
+def test_a_direction_is_parallel_below_a_thousandth_of_its_length(angle, is_kept):
+    first, second = (
+        plane_lib.Axis(
+            "",
+            {"x": 3.0 * jax.numpy.array([c, s])},
+            3.0,
+            np.zeros(3),
+            is_checkpoint=False,
+        )
+        for c, s in ((1.0, 0.0), (np.cos(angle), np.sin(angle)))
+    )
+    found = plane_lib.spanned(first, second, orthogonalize=True)
+    assert (found is not None) == is_kept
+    if found is not None:
+        assert found.angle == pytest.approx(np.degrees(angle))
+        np.testing.assert_allclose(found.vector["x"], [0.0, 3.0], atol=1e-9)
 
 
 @pytest.mark.parametrize(("kill_at", "num_splits"), [(1, 1), (9, 1), (5, 2)])

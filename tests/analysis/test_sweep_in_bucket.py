@@ -12,6 +12,7 @@ import pytest
 from . import sweep_in_bucket, sweeps
 
 pytestmark = [
+    pytest.mark.bucket,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         shutil.which("openssl") is None, reason="openssl makes the certificate"
@@ -56,13 +57,13 @@ def test_its_results_are_in_the_bucket_and_those_of_a_local_sweep(ended, tmp_pat
     assert any("/sweep/vectors/step_200/" in name for name in store.history)
     assert not [x for x in names if x.startswith("vectors") or x.endswith(".part")]
     model_dir = sweeps.model_folder(tmp_path / "model", sweep_in_bucket.STEPS)
-    given = {"measurements": sweeps.measurements()[:1]}
+    given = {"measurements": [sweep_in_bucket.PAIRS]}
     assert sweeps.run(model_dir, tmp_path / "local", **given) == 0
     there = json.loads(store.objects["bucket/run/sweep/sweep.json"][1])
     here = sweeps.sweep_json(tmp_path / "local")
     assert there["measurements"] == here["measurements"]
     pairs = [(x["earlier"], x["later"], x["end"]) for x in here["neighbors"]]
-    assert len(pairs) == 4
+    assert pairs == [(100, 200, "largest"), (200, 300, "largest")]
     # Between two calls of a sweep only eigenvectors that a measurement saves are kept.
     assert there["neighbors"] == [x for x in here["neighbors"] if x["later"] == 200]
     assert len(there["notes"]) == 1
