@@ -239,11 +239,13 @@ def test_the_curvature_along_a_saved_eigenvector_is_its_eigenvalue(context, tmp_
 
 
 def waves(path, level):
-    """A loss of one parameter with a hill of height 2 between 0 and 1."""
+    """A loss of one parameter with a hill of height 2 between 0 and 1, higher ones beside."""
 
     def numerator(params, batch, key):
         x = params["x"][0]
-        return jax.numpy.sin(np.pi * x) ** 2 * 2 + level * x + 0 * batch["a"].sum()
+        height = jax.numpy.where((x > 0) & (x < 1), 2.0, 3.0)
+        wave = jax.numpy.sin(np.pi * x) ** 2 * height
+        return wave + level * x + 0 * batch["a"].sum()
 
     normalizer = runs.objective().normalizer.__class__("constant", 1.0)
     objective = Objective(numerator, [{"a": np.ones(1)}], normalizer=normalizer)
