@@ -95,17 +95,15 @@ class Neighbors:
 
     def _compare(self, measurement, earlier, later, documents, like) -> None:
         name = measurement.name
-        spaces = [
-            self._spaces(measurement, step, documents[step], like)
-            for step in (earlier, later)
-        ]
-        if None in spaces:
+        before = self._spaces(measurement, earlier, documents[earlier], like)
+        here = self._spaces(measurement, later, documents[later], like)
+        if before is None or here is None:
             if all((name, e, earlier, later) not in self._found for e in ENDS):
                 words = NO_VECTORS.format(name=name, earlier=earlier, later=later)
                 self.notes[words] = None
             return
         for end in ENDS:
-            first, second = (space.get(end, []) for space in spaces)
+            first, second = before.get(end, []), here.get(end, [])
             if first and second:
                 self._found[name, end, earlier, later] = {
                     "measurement": name,
