@@ -125,6 +125,21 @@ def probe_cost(file: str = "probes_cpu.json") -> str:
     )
 
 
+def sweep_cost(file: str = "sweep_cpu.json") -> str:
+    """What a sweep costs beside its measurements and beside single runs, in words."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    environment, count = report["environment"], report["num_checkpoints"]
+    return (
+        f"On {environment['processors']} {environment['device']} cores a sweep over "
+        f"{count} checkpoints of the quickstart's training took "
+        f"{report['seconds_of_the_sweep']:.0f} seconds, start and compilation included: "
+        f"{report['sweep_over_five_of_a_step_that_compiles_nothing']:.2f} times the "
+        f"measurements of {count} checkpoints that compile nothing, and "
+        f"{100 * report['sweep_over_five_single_runs']:.0f} % of the time of {count} "
+        "single runs (`scripts/benchmark_sweep.py`)."
+    )
+
+
 def edge_of_stability(file: str = "edge_of_stability.json") -> str:
     """The sharpness at the start and the end of each run of gradient descent."""
     runs = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["runs"]
@@ -204,6 +219,7 @@ TABLES = {
     "edge_of_adaptive": edge_of_adaptive,
     "probe_cost": probe_cost,
     "probe_memory": probe_memory,
+    "sweep_cost": sweep_cost,
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
     "train_step": train_step,

@@ -17,6 +17,7 @@ if __name__ == "__main__":  # the imports take seconds, in which nothing else is
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import warnings
@@ -135,25 +136,30 @@ def analyze(
     model = models.with_loss(model, loss_impl, loss_chunk_length)
     loss_mixin.check_no_other_loss(model)
     # Before the data, which may take a while to load.
+    steps_lib.check(
+        path,
+        checkpoint_steps,
+        follow=follow,
+        train_steps=train_steps,
+        output_dir=output_dir,
+    )
     if checkpoint_steps is None:
-        steps_lib.check_alone(follow=follow)
         checkpoint.find_checkpoint(restore_checkpoint_cfg)
-    else:
-        steps_lib.check(
-            path,
-            checkpoint_steps,
-            follow=follow,
-            train_steps=train_steps,
-            output_dir=output_dir,
-        )
     is_primary = jax.process_index() == 0
-    with progress.stage(
-        f"Reading {num_batches} batches of {dataset.task_name(dataset_cfg)}",
-        is_primary=is_primary,
-    ):
-        batches = dataset.load_batches(
-            dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
-        )
+
+    def load_batches(split: str) -> list[dataset.Batch]:
+        task = dataset.task_name(dataset_cfg)
+        with progress.stage(
+            f"Reading {num_batches} batches of {task}, {split}", is_primary=is_primary
+        ):
+            return dataset.load_batches(
+                dataclasses.replace(dataset_cfg, split=split),
+                num_batches,
+                partitioner,
+                model.FEATURE_CONVERTER_CLS,
+            )
+
+    batches = load_batches(dataset_cfg.split)
     if verify_matching_vocabs_fn is not None:
         dataset.check_vocabularies(dataset_cfg, model, verify_matching_vocabs_fn)
     with on_mesh(partitioner):
@@ -163,6 +169,7 @@ def analyze(
             num_microbatches=num_microbatches,
             dropout_seed=dropout_seed,
             precision=matmul_precision,
+            load_batches=load_batches,
         )
     shapes, types = dataset.shapes_and_types(batches[0])
 
@@ -182,7 +189,7 @@ def analyze(
         plain, partitioner, restore_checkpoint_cfg, use_orbax
     )
 
-    def load(path: str | None = None) -> tuple[Any, analysis.HostInfo]:
+    def load(path: str) -> tuple[Any, analysis.HostInfo]:
         restored = restorer.restore(path)
         cfg = copy.copy(
             restore_checkpoint_cfg
@@ -206,29 +213,20 @@ def analyze(
             optimizer=host_optimizer.name_of(model.optimizer_def),
         )
 
-    run = functools.partial(
-        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
-        objective,
-        measurements=measurements,
-        output_dir=output_dir,
-        seed=seed,
-        memory_budget=memory_budget,
-        fold=folding,
-        save_seconds=save_seconds,
-    )
-    if checkpoint_steps is None:
-        params, host = load()
-        with on_mesh(partitioner):
-            return run(params, host=host)
-
     with on_mesh(partitioner):
-        return run(
+        return analysis.run_one_or_all(
+            objective,
             load,
-            model_dir=path,
+            path=path,
             steps=checkpoint_steps,
             learning_rate=learning_rate_fn,
             follow_until=train_steps if follow else None,
-            is_primary=is_primary,
+            measurements=measurements,
+            output_dir=output_dir,
+            seed=seed,
+            memory_budget=memory_budget,
+            fold=folding,
+            save_seconds=save_seconds,
         )
 
 

@@ -36,4 +36,5 @@ from t5x_fwdloss.analysis.objective.function import Precision as Precision
 from t5x_fwdloss.analysis.objective.preflight import PreflightError as PreflightError
 from t5x_fwdloss.analysis.run import HostInfo as HostInfo
 from t5x_fwdloss.analysis.run import run_analysis as run_analysis
+from t5x_fwdloss.analysis.sweep.one_or_all import run_one_or_all as run_one_or_all
 from t5x_fwdloss.analysis.sweep.sweep import run_sweep as run_sweep

@@ -109,19 +109,21 @@ def analyze(
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
+    steps_lib.check(
+        checkpoint_path,
+        checkpoint_steps,
+        follow=follow,
+        train_steps=train_steps,
+        output_dir=output_dir,
+    )
     if checkpoint_steps is None:
-        steps_lib.check_alone(follow=follow)
         checkpoint_path = str(checkpoints.find(checkpoint_path))
-    else:
-        steps_lib.check(
-            checkpoint_path,
-            checkpoint_steps,
-            follow=follow,
-            train_steps=train_steps,
-            output_dir=output_dir,
-        )
-    with progress.stage(f"Reading {num_batches} batches of {split}"):
-        batches = data.fixed_batches(dataset, split, num_batches)
+
+    def load_batches(split: str) -> list[data.Batch]:
+        with progress.stage(f"Reading {num_batches} batches of {split}"):
+            return data.fixed_batches(dataset, split, num_batches)
+
+    batches = load_batches(split)
     with initialization.of_parameters():
         like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
     measurement_list.check_groups(measurements, like)
@@ -131,6 +133,7 @@ def analyze(
         num_microbatches=num_microbatches,
         dropout_seed=dropout_seed,
         precision=matmul_precision,
+        load_batches=load_batches,
     )
 
     def load(path: str) -> tuple[Any, analysis.HostInfo]:
@@ -157,25 +160,19 @@ def analyze(
         )
 
     rate = functools.partial(optimizer_lib.at_step, learning_rate)
-    run = functools.partial(
-        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
+    return analysis.run_one_or_all(
         objective,
+        load,
+        path=checkpoint_path,
+        steps=checkpoint_steps,
+        learning_rate=learning_rate,
+        follow_until=train_steps if follow else None,
         measurements=measurements,
         output_dir=output_dir,
         seed=seed,
         memory_budget=memory_budget,
         fold=folding,
         save_seconds=save_seconds,
-    )
-    if checkpoint_steps is None:
-        params, host = load(checkpoint_path)
-        return run(params, host=host)
-    return run(
-        load,
-        model_dir=checkpoint_path,
-        steps=checkpoint_steps,
-        learning_rate=learning_rate,
-        follow_until=train_steps if follow else None,
     )
 
 

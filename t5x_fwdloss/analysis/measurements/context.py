@@ -294,6 +294,11 @@ class Measurement(Protocol):
         return ""
 
     @property
+    def other_splits(self) -> Sequence[str]:
+        """Splits of the data that it reads besides the run's own batches."""
+        return ()
+
+    @property
     def patterns_of_groups(self) -> Sequence[str]:
         """Regular expressions, each of which must match the path of a parameter."""
         return ()

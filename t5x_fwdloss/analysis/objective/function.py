@@ -53,6 +53,7 @@ from t5x_fwdloss.losses import LossSettings
 
 PRECISIONS = ("default", "high", "highest")
 Precision = Annotated[str, settings_lib.one_of(*PRECISIONS)]
+LoadBatches = Callable[[str], Sequence[Mapping[str, Any]]]
 
 
 class Objective:
@@ -156,6 +157,8 @@ class Objective:
         self._compiled: dict[Any, Any] = {}
         self._compiled_maps: dict[Any, CompiledMap] = {}
         self._with_losses: dict[Any, Objective] = {}
+        self._load_batches: LoadBatches | None = None
+        self._on_splits: dict[str, Objective] = {}
         if dropout_seed is None:
             self._keys = [None] * len(self.batches)
         else:
@@ -171,6 +174,7 @@ class Objective:
         num_microbatches: int = 1,
         dropout_seed: int | None = None,
         precision: str = "highest",
+        load_batches: LoadBatches | None = None,
     ) -> "Objective":
         """The training loss of a model that has `LossMixin`'s `loss_sum`.
 
@@ -180,6 +184,8 @@ class Objective:
             num_microbatches: pieces that every batch is cut into, to save memory.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: matmul precision of every derivative.
+            load_batches: the name of another split of the data to its batches; None:
+                there is no other.
 
         Raises:
             ValueError: the model has no loss of this package's, or another one besides
@@ -210,7 +216,39 @@ class Objective:
             counted=counted,
         )
         objective.model = model
+        objective._load_batches = load_batches
         return objective
+
+    def on_split(self, split: str) -> "Objective":
+        """The same loss over the batches of another split, which are read once.
+
+        Args:
+            split: its name.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        if split not in self._on_splits:
+            if self._load_batches is None:
+                raise ValueError(
+                    f"other_split needs a run that can read other splits of its data: "
+                    f"got {split!r}, and this one cannot."
+                )
+            try:
+                batches = self._load_batches(split)
+            except ValueError as error:
+                raise ValueError(
+                    "other_split must be a split that the run can read as it reads its "
+                    f"own: got {split!r}. {error}"
+                ) from error
+            self._on_splits[split] = Objective.from_model(
+                self.model,
+                batches,
+                num_microbatches=self.num_microbatches,
+                dropout_seed=self.dropout_seed,
+                precision=self.precision,
+            )
+        return self._on_splits[split]
 
     def with_model(self, model: Any) -> "Objective":
         """The same batches under another model, such as the same with another loss."""
