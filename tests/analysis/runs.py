@@ -15,6 +15,7 @@ from t5x_fwdloss.analysis.measurements.context import Context
 from . import toy
 
 SEED = 3
+NEVER = 10**6  # seconds between two saved states; a signal to stop saves as well
 
 
 def objective(batches=None, **settings):
@@ -48,6 +49,7 @@ def run(output_dir, **overrides):
         "measurements": measurements(),
         "seed": SEED,
         "host": host(),
+        "save_seconds": NEVER,
     } | overrides
     return run_analysis(
         given.pop("objective"), given.pop("params"), output_dir=output_dir, **given
@@ -62,7 +64,7 @@ def context(path, cls=Context, **fields):
         "seed": SEED,
         "load_params": None,
         "state_path": lambda name: epath.Path(path) / f"{name}.state",
-        "save_seconds": 0,
+        "save_seconds": NEVER,
     } | fields
     given["objective"] = given["objective"] or objective()
     return cls(**given)

@@ -125,8 +125,8 @@ MEASUREMENTS = {
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
     "noise_scale": GradientNoiseScale(),
-    "group_densities": GroupDensities(num_probes=2, num_steps=2),
-    "newton": NewtonStep(max_steps=5, tolerance=1e-6),
+    "group_densities": GroupDensities(num_probes=1, num_steps=2),
+    "newton": NewtonStep(max_steps=3, tolerance=1e-6),
     "landscape": Landscape(num_points=3),
 }
 
@@ -142,6 +142,7 @@ def measured(measurement, objective, path):
         path,
         DenseContext,
         objective=objective,
+        save_seconds=0,
         vectors_path=lambda name: path / f"{name}_vectors",
     )
     found = measurement.run(context)

@@ -327,6 +327,7 @@ def test_a_run_killed_between_points_ends_with_the_same_bits(
         name="random",
         other_split="train[:1%]" if num_splits == 2 else None,
     )
+    context.save_seconds = 0
     whole = plain.run(context)
     context.state_path = lambda name, path=context.state_path: path("again" + name)
     value, count = Objective.value_and_accuracy, 0

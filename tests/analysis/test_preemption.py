@@ -56,7 +56,7 @@ def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
         with monkeypatch.context() as patch:
             stops.signal_at(2 + number % 3, patch.setattr)
             # Nothing is due: what is found later was saved on leaving.
-            status = runs.run(tmp_path, measurements=MEASUREMENTS, save_seconds=10**6)
+            status = runs.run(tmp_path, measurements=MEASUREMENTS)
         assert signal.getsignal(signal.SIGTERM) == before
         if status == 0:
             break
@@ -83,7 +83,7 @@ def test_a_state_is_saved_when_its_time_has_come(
     assert saved == times
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(0, 6), (10**6, 0)])
+@pytest.mark.parametrize(("seconds", "number"), [(0, 6), (runs.NEVER, 0)])
 def test_a_run_saves_as_often_as_it_is_told(tmp_path, monkeypatch, seconds, number):
     saved = []
     monkeypatch.setattr(
