@@ -16,7 +16,7 @@ NUM_NAMED = 3  # leaves that an error message names
 def widened(params: PyTree) -> PyTree:
     """The parameters with floating-point leaves in float32, or wider where they are.
 
-    Integer and boolean leaves are kept: no derivative is taken with respect to them.
+    Shapes alone stay shapes. Integer and boolean leaves are kept: no derivative is taken with respect to them.
     """
     return jax.tree.map(_widened, params)
 
@@ -53,11 +53,14 @@ def replicated(params: PyTree) -> NamedSharding | None:
 
 
 def _widened(x):
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    return x.astype(dtype)
 
 
 def shape_and_kind(leaf: Any) -> Any:
