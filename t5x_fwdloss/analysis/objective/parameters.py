@@ -29,6 +29,12 @@ def placed(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
 
 
+def on_one_device(shapes: PyTree) -> PyTree:
+    """Shapes of parameters as `placed` has them where there is no mesh."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
+
+
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """The leaves by name, as T5X writes it: `decoder/logits_dense/kernel`."""
     return dict(zip(trees.leaf_paths(tree), jax.tree.leaves(tree), strict=True))

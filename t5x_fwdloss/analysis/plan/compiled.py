@@ -69,6 +69,14 @@ def _products(jaxpr) -> tuple[float, float]:
     return once, whole
 
 
+def device_memory(gib: float | None) -> int | None:
+    """The memory of a device in bytes: as given in GiB, or as the first device says."""
+    if gib is not None:
+        return int(gib * 2**30)
+    stats = jax.local_devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
 def device_bytes(tree: Any) -> int:
     """Bytes of arrays, or of what shapes with shardings describe, on each device."""
     return sum(map(_leaf_bytes, jax.tree.leaves(tree)))

@@ -340,7 +340,7 @@ def summed(parts: collections.abc.Iterable[PyTree]) -> PyTree:
     """
     iterator, number = iter(parts), 0
     total = next(iterator)
-    for part in iterator:
+    while (part := next(iterator, None)) is not None:
         number += 1
         total = in_flight.limited(number, _added(total, part))
         del part  # or it would be there beside the next one
