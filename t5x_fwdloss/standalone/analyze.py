@@ -199,6 +199,7 @@ def analyze(
         seed=seed,
         memory_budget=memory_budget,
         fold=folding,
+        device_memory=device_memory_gb and int(device_memory_gb * 2**30),
     )
     if checkpoint_steps is None:
         params, host = load(checkpoint_path)

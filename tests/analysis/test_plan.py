@@ -1,17 +1,19 @@
 """The plan of a run: its memory is the run's, its operations are those of closed forms."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from t5x_fwdloss.analysis import Eigenpairs, Trace
-from t5x_fwdloss.analysis.plan import compiled, fits, plan, words
+from t5x_fwdloss.analysis.plan import compiled, fits, plan, start, words
 from t5x_fwdloss.curvature.vectors import layout
 
 from . import plan_program, runs, toy
@@ -146,3 +148,56 @@ def test_the_table_has_sizes_and_times():
     cells = [cell.strip() for cell in line.split("  ") if cell.strip()]
     assert cells[:6] == ["m", "8", "1.0 MiB", "0 B", "1.0 GiB", "0 B"]
     assert cells[6:] == ["1.0 GiB", "0 B", "36", "3.6 s"]
+
+
+@contextlib.contextmanager
+def compilations():
+    """The number of functions that JAX compiles, in a list that grows."""
+    found = []
+
+    def note(name, _, **__):
+        if "backend_compile" in name:
+            found.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_a_run_says_at_its_start_what_it_takes_and_compiles_nothing_for_it(tmp_path):
+    search = Eigenpairs(num_largest=1, num_smallest=0, max_steps=5, max_basis=5)
+    during, lines = [], []
+    announce = start.announce
+
+    def counted(*args):
+        with compilations() as found:
+            announce(*args)
+        during.append(len(found))
+
+    def temporary(product, v):
+        with compilations() as found:
+            size = bytes_of(product, v)
+        during.append(len(found))
+        return size
+
+    bytes_of = start.MatrixProduct.temporary_bytes
+    with (
+        mock.patch.object(start, "announce", counted),
+        mock.patch.object(start.MatrixProduct, "temporary_bytes", temporary),
+        mock.patch.object(start.logging, "info", lambda *x: lines.append(x[0] % x[1:])),
+    ):
+        assert runs.run(tmp_path, measurements=[search]) == 0
+    assert during == [0, 0]
+    plans = [line for line in lines if line.startswith("Plan: ")]
+    assert "of kept residuals" in plans[0]
+    assert plans[1].startswith("Plan: hessian_eigenpairs: at most 6 products, ")
+    vector = 4 * (toy.FEATURES + 1) * toy.CLASSES
+    assert f"; {words.size(7 * vector)} of vectors per device" in plans[1]
+
+
+def test_a_run_that_does_not_fit_ends_after_its_checks(tmp_path):
+    search = Eigenpairs(num_largest=1, num_smallest=0, max_steps=5)
+    with pytest.raises(ValueError, match=r"hessian_eigenpairs must fit the 500 B") as e:
+        runs.run(tmp_path, measurements=[search], device_memory=500)
+    assert "Eigenpairs.basis_on_host = True" in str(e.value)
+    assert not (tmp_path / "results.json").exists()

@@ -148,6 +148,11 @@ class Context:
         matrix, product = self._linear
         return self._products | {matrix: product.how}
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per device that the product used last keeps."""
+        return 0 if self._linear is None else self._linear[1].residual_bytes
+
     @functools.cached_property
     def rounding(self) -> Rounding:
         """The network's rounding, with the type that it multiplies in."""

@@ -70,6 +70,7 @@ def run_sweep(
     seed: settings_lib.Seed = 0,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    device_memory: settings_lib.Bytes | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
     follow_until: settings_lib.Count | None = None,
     is_primary: bool | None = None,
@@ -92,6 +93,7 @@ def run_sweep(
         seed: as of `run_analysis`.
         memory_budget: as of `run_analysis`.
         fold: as of `run_analysis`.
+        device_memory: as of `run_analysis`.
         learning_rate: the training's learning rate or its schedule.
         follow_until: wait for further checkpoints until one of this step is there; None:
             measure those that are there.
@@ -130,6 +132,7 @@ def run_sweep(
             host=host,
             memory_budget=memory_budget,
             fold=fold,
+            device_memory=device_memory,
             eigenvectors_dir=vectors,
         )
         return params, status

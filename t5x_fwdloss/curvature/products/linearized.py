@@ -182,7 +182,7 @@ class AmortizedProduct:
         linearize = self._map.linearized(fold, self._params, *args)
         analysis = linearize.memory_analysis()
         need = int(getattr(analysis, "output_size_in_bytes", 0))
-        used = sum(record.residual_bytes for record in records if record.linearized)
+        used = sum(x.residual_bytes for x in records if x.linearized)
         kept = fits(need, used, self._budget)
         sentence = (
             f"residuals of {need} bytes, {used} already held, "
@@ -200,6 +200,29 @@ class AmortizedProduct:
     def num_linearized(self) -> int:
         """How many batches are linearized."""
         return sum(record.linearized for record in self.batches)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes on each device of the residuals that are kept."""
+        return sum(x.residual_bytes for x in self.batches if x.linearized)
+
+    def temporary_bytes(self, v: PyTree) -> int:
+        """Bytes on each device that come and go in a product with one vector.
+
+        Args:
+          v: A vector that was multiplied before: then nothing is compiled.
+
+        Returns:
+          The largest of the batches' functions, by the compiler's count.
+        """
+        functions = [
+            self._map.one.direct.lower(self._params, v, *args)
+            if residuals is None
+            else self._map.one.apply.lower(residuals, self._params, v, *args)
+            for residuals, args in zip(self._residuals, self._args, strict=True)
+        ]
+        sizes = [function.compile().memory_analysis() for function in functions]
+        return max(getattr(x, "temp_size_in_bytes", 0) for x in sizes)
 
     def parts(
         self, v: PyTree, *, stacked: bool = False, params: PyTree | None = None
