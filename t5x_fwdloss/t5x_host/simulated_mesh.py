@@ -1,17 +1,18 @@
 """A mesh that this machine does not have, simulated on CPUs for a plan."""
 
+from typing import Any
+
 import jax
 import numpy as np
-from t5x import partitioning
 
 
-def use(partitioner: partitioning.BasePartitioner, num_devices: int) -> None:
+def use(partitioner: Any, num_devices: int) -> None:
     """Gives T5X's partitioner a mesh of simulated devices, as on accelerators.
 
     T5X itself would put all CPU devices on the model axis.
 
     Args:
-        partitioner: T5X's partitioner; its mesh is not made yet.
+        partitioner: T5X's `PjitPartitioner`; its mesh is not made yet.
         num_devices: the number of devices.
 
     Raises:

@@ -35,7 +35,9 @@ def refusal(planned: Planned, rows: list[Row]) -> str | None:
         f"batches, {size(worst.residuals)} of kept residuals, {size(worst.basis)} of "
         f"basis, {size(worst.temporaries)} of temporaries); "
     )
-    for setting, other in _changes(planned, worst):
+    # No setting changes what the parameters take.
+    changes = _changes(planned, worst) if worst.parameters < limit else ()
+    for setting, other in changes:
         most = largest(plan.rows(other)).total
         if most <= limit:
             return f"{sentence}with {setting} it takes {size(most)}."
