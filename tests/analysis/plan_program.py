@@ -87,6 +87,7 @@ class Watch:
             return function(*args, **kwargs)
 
         call.trace = getattr(function, "trace", None)
+        call.lower = getattr(function, "lower", None)
         return call
 
     @contextlib.contextmanager
