@@ -222,6 +222,7 @@ def _run(
             )
         if matrix and timed:
             plan.announce(context, pending, matrix, timed, device_memory)
+        timed = None  # it would hold the residuals beside those of the next matrix
     outcomes = [
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements
