@@ -76,6 +76,21 @@ def curvature(file: str = "curvature_cpu.json") -> str:
     return "\n".join(lines)
 
 
+def plans(file: str = "plan.json") -> str:
+    """The largest memory of the example plans, and the time that they took."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    lines = ["| T5 1.1 | file | most per device | compiled in |", "|---|---|---|---|"]
+    for entry in report["examples"]:
+        most = re.search(r"At most ([0-9.]+ \w+)", entry["plan"][-1])
+        flags = [x.removeprefix("--gin.") for x in entry["flags"]]
+        lines.append(
+            f"| {entry['name']} | `{' '.join([entry['config'], *flags[:1]])}` "
+            f"| {most[1] if most else 'rejected'} "
+            f"| {entry['seconds_compiling']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
 def forward_memory(file: str = "forward_memory_cpu.json") -> str:
     """Temporary memory of a T5X train step of t5_1_1 base, by reverse and forward mode."""
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
@@ -225,6 +240,7 @@ TABLES = {
     "train_step": train_step,
     "curvature": curvature,
     "forward_memory": forward_memory,
+    "plans": plans,
     "forward_gradient": forward_gradient,
 }
 

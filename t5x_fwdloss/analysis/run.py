@@ -40,6 +40,7 @@ from t5x_fwdloss.analysis.objective.finite import (
 )
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.plan import start as plan
 from t5x_fwdloss.analysis.report import (
     environment,
     events,
@@ -99,6 +100,7 @@ def run_analysis(
     fold: bool = True,
     save_seconds: settings_lib.Count = SAVE_SECONDS,
     eigenvectors_dir: settings_lib.Path | None = None,
+    device_memory: settings_lib.Bytes | None = None,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
 
@@ -117,6 +119,8 @@ def run_analysis(
             resumes from the last, one that SIGTERM stops where it was.
         eigenvectors_dir: a folder for the eigenvectors that a measurement finds and does
             not save itself; None: they are dropped.
+        device_memory: bytes of a device: a measurement that takes more is rejected once
+            the first products are compiled; None: they are not known.
 
     Invalid input raises `ValueError`, if possible before anything is compiled.
 
@@ -181,7 +185,14 @@ def run_analysis(
         try:
             model = model_facts.describe(objective.model, params)
             return _run(
-                folder, context, host, measurements, fingerprint, forward, model
+                folder,
+                context,
+                host,
+                measurements,
+                fingerprint,
+                forward,
+                model,
+                device_memory,
             )
         except preemption.Preempted:
             logging.error(
@@ -192,7 +203,9 @@ def run_analysis(
             return preemption.STATUS
 
 
-def _run(folder, context, host, measurements, fingerprint, forward, model) -> int:
+def _run(
+    folder, context, host, measurements, fingerprint, forward, model, device_memory
+) -> int:
     start = time.monotonic()
     context.step()
     labels_outside = _num_labels_outside(context)
@@ -205,15 +218,19 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
             "Compiling and checking the loss and its derivatives",
             is_primary=host.primary,
         ):
+            timed = plan.Timed(context.product(matrix)) if matrix else None
             checks = preflight.check_objective(
                 context.objective,
                 context.params,
                 context.key("preflight"),
                 value=fingerprint["loss_value"],
                 matrix=matrices.WORDS.get(matrix or "", ""),
-                product=matrix and context.product(matrix),
+                product=timed,
                 forward=forward,
             )
+        if matrix and timed:
+            plan.announce(context, pending, matrix, timed, device_memory)
+        timed = None  # it would hold the residuals beside those of the next matrix
     outcomes = [
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements

@@ -20,12 +20,18 @@ from typing import Any
 
 import jax
 import optax
+import seqio
 
 from t5x_fwdloss import analysis, progress
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.analysis.plan.compiled import device_memory
+from t5x_fwdloss.analysis.plan.plan import Planned
+from t5x_fwdloss.analysis.plan.show import show
 from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import compilation_cache, initialization
+from t5x_fwdloss.command_line.batch_of_ones import batch_of_ones
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -66,6 +72,9 @@ def analyze(
     checkpoint_steps: steps_lib.CheckpointSteps | None = None,
     train_steps: settings.Count | None = None,
     follow: bool = False,
+    plan: bool = False,
+    device_memory_gb: settings.Above | None = None,
+    device_tflops: settings.Above | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -98,6 +107,10 @@ def analyze(
             checkpoints of the model folder `checkpoint_path`; None: one checkpoint.
         train_steps: the step at which the training ends, for `follow`.
         follow: whether a sweep waits for further checkpoints, up to `train_steps`.
+        plan: whether to print what the run would take, and to end: nothing is restored.
+        device_memory_gb: memory of a device, in GiB (2^30 bytes): a run that does not
+            fit is rejected; None: the plan reads it from the device, if it tells.
+        device_tflops: 10^12 operations of a device per second, for the plan's times.
         config_text: the gin configuration, kept with the results.
 
     `ValueError` names bad input before anything is read or compiled.
@@ -109,6 +122,30 @@ def analyze(
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
+    if plan:
+        ones = batch_of_ones(
+            seqio.EncDecFeatureConverter(pack=dataset.pack),
+            dataset.task_feature_lengths,
+            dataset.batch_size,
+        )
+        return show(
+            Planned(
+                objective=analysis.Objective.from_model(
+                    model,
+                    [ones],
+                    num_microbatches=num_microbatches,
+                    dropout_seed=dropout_seed,
+                    precision=matmul_precision,
+                ),
+                params=parameters.on_one_device(_shapes(model, ones)),
+                measurements=measurements,
+                num_batches=num_batches,
+                memory_budget=memory_budget,
+                fold=folding,
+                device_bytes=device_memory(device_memory_gb),
+            ),
+            tflops=device_tflops,
+        )
     steps_lib.check(
         checkpoint_path,
         checkpoint_steps,
@@ -124,8 +161,7 @@ def analyze(
             return data.fixed_batches(dataset, split, num_batches)
 
     batches = load_batches(split)
-    with initialization.of_parameters():
-        like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
+    like = _shapes(model, batches[0])
     measurement_list.check_groups(measurements, like)
     objective = analysis.Objective.from_model(
         model,
@@ -173,7 +209,13 @@ def analyze(
         memory_budget=memory_budget,
         fold=folding,
         save_seconds=save_seconds,
+        device_memory=device_memory_gb and int(device_memory_gb * 2**30),
     )
+
+
+def _shapes(model, batch) -> Any:
+    with initialization.of_parameters():
+        return jax.eval_shape(model.get_initial_params, jax.random.key(0), batch)
 
 
 def _preconditioner(optimizer, path, params, rate) -> optimizer_lib.Preconditioner:
@@ -194,4 +236,4 @@ def _check_optimizer(optimizer, measurements) -> None:
 if __name__ == "__main__":
     from t5x_fwdloss.command_line import arguments
 
-    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS, has_follow=True)
+    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS, is_analysis=True)

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import preemption
 from t5x_fwdloss.analysis.measurements.rounding import Rounding, setting_of
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import matrices, preflight
 from t5x_fwdloss.analysis.objective.function import Objective
@@ -154,6 +155,11 @@ class Context:
             return self._products
         matrix, product = self._linear
         return self._products | {matrix: product.how}
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per device that the product used last keeps."""
+        return 0 if self._linear is None else self._linear[1].residual_bytes
 
     @functools.cached_property
     def rounding(self) -> Rounding:
@@ -301,6 +307,23 @@ class Measurement(Protocol):
     @property
     def patterns_of_groups(self) -> Sequence[str]:
         """Regular expressions, each of which must match the path of a parameter."""
+        return ()
+
+    def work(self, params: PyTree) -> Work | None:
+        """What it takes at most, for the plan of a run; None: it is not planned.
+
+        Args:
+            params: the parameters, or their shapes.
+        """
+        del params
+        return None
+
+    def lighter(self) -> Sequence[tuple[str, "Measurement"]]:
+        """The same measurement with one setting changed so that it takes less memory.
+
+        Each comes with the setting, such as 'Trace.block_size = 1'; the numbers it
+        measures stay the same, up to their errors.
+        """
         return ()
 
     def check_settings(self, earlier: Sequence["Measurement"]) -> None:

@@ -12,7 +12,7 @@ on the host in float64.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -389,7 +389,7 @@ class Objective:
             "the gradient", gradient(self.batch_loss), layout
         )
         wide = parameters.widened(params)
-        parts = lambda: (program(wide, *pair) for pair in self._pairs())
+        parts = lambda: (program(wide, *pair) for pair in self.pairs())
         total = summed(parts())
         check_vector("the gradient", total, parts, self.num_microbatches)
         return total
@@ -448,23 +448,43 @@ class Objective:
 
         A matrix that the objective does not have raises `ValueError`.
         """
-        self.check_matrix(matrix)
-        layout = parameters.shardings(params)
-        key = matrix, tuple(jax.tree.leaves(layout))
-        if key not in self._compiled_maps:
-            linear_map = self._linear_maps[matrix]
-            self._compiled_maps[key] = in_layout(linear_map, layout)
         return MatrixProduct(
             matrices.WORDS[matrix],
-            self._compiled_maps[key],
+            self.linear_map(matrix, params),
             parameters.widened(params),
-            list(self._pairs()),
+            list(self.pairs()),
             num_microbatches=self.num_microbatches,
             precision=self.precision,
             memory_budget=memory_budget,
             fold=fold,
             is_semidefinite=self._semidefinite(matrix, params),
             rounding=lambda: self.tolerance(params),
+        )
+
+    def linear_map(self, matrix: str, params: PyTree) -> CompiledMap:
+        """The compiled functions of the product with a matrix, the same in every call.
+
+        Args:
+            matrix: its name in `matrices.WORDS`.
+            params: parameters, or their shapes, whose shardings the products have.
+
+        A matrix that the objective does not have raises `ValueError`.
+        """
+        self.check_matrix(matrix)
+        layout = parameters.shardings(params)
+        key = matrix, tuple(jax.tree.leaves(layout))
+        if key not in self._compiled_maps:
+            linear_map = self._linear_maps[matrix]
+            self._compiled_maps[key] = in_layout(linear_map, layout)
+        return self._compiled_maps[key]
+
+    def traced_gradient(self, params: PyTree) -> jax.stages.Traced:
+        """The gradient of the first batch, traced, as `gradient` compiles it."""
+        return self._programs.traced(
+            "the gradient",
+            gradient(self.batch_loss),
+            parameters.shardings(params),
+            *(parameters.widened(params), *next(self.pairs())),
         )
 
     def tolerance(self, params: PyTree) -> float:
@@ -493,8 +513,8 @@ class Objective:
             "the jvp",
             directional_derivative(self.batch_loss),
             parameters.replicated(params),
-            *(params, trees.float_part(params), *next(self._pairs())),
-        )
+            *(params, trees.float_part(params), *next(self.pairs())),
+        ).jaxpr
 
     def check_matrix(self, matrix: str) -> None:
         """Reject a matrix that this objective does not have.
@@ -512,7 +532,8 @@ class Objective:
                 "was built without outputs and loss_settings."
             )
 
-    def _pairs(self):
+    def pairs(self) -> Iterator[tuple[Any, Any, int]]:
+        """The arguments after the parameters and vectors, batch by batch."""
         return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
 
     def _scalars(self, name, function, params, *directions):
@@ -521,6 +542,6 @@ class Objective:
         params = parameters.widened(params)
         found = [
             in_flight.limited(number, program(params, *directions, *pair))
-            for number, pair in enumerate(self._pairs())
+            for number, pair in enumerate(self.pairs())
         ]
         return jax.device_get(found)

@@ -63,6 +63,7 @@ def run_sweep(
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
     save_seconds: settings_lib.Count = SAVE_SECONDS,
+    device_memory: settings_lib.Bytes | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
     follow_until: settings_lib.Count | None = None,
     is_primary: bool | None = None,
@@ -86,6 +87,7 @@ def run_sweep(
         memory_budget: as of `run_analysis`.
         fold: as of `run_analysis`.
         save_seconds: as of `run_analysis`.
+        device_memory: as of `run_analysis`.
         learning_rate: the training's learning rate or its schedule.
         follow_until: wait for further checkpoints until one of this step is there; None:
             measure those that are there.
@@ -125,6 +127,7 @@ def run_sweep(
             memory_budget=memory_budget,
             fold=fold,
             save_seconds=save_seconds,
+            device_memory=device_memory,
             eigenvectors_dir=vectors,
         )
         return params, status

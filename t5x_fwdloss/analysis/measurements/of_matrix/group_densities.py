@@ -14,9 +14,11 @@ from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix.density import (
     OVER_PROBES,
     arrays_of,
+    lanczos_work,
 )
 from t5x_fwdloss.analysis.measurements.of_matrix.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import INSIDE, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import INK, SERIES
@@ -95,6 +97,11 @@ class GroupDensities(MatrixMeasurement):
                 "GroupDensities.groups must be two groups or more that hold parameters "
                 f"which are measured: got {', '.join(found) or 'none'}."
             )
+
+    def work(self, params: PyTree) -> Work:
+        """The steps of Lanczos, probe by probe and group by group."""
+        named = self.groups or by_layer(params)
+        return lanczos_work(self, params, len(named) * self.num_probes)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos group by group, from the saved state if there is one."""
