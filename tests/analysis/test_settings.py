@@ -44,7 +44,6 @@ OTHERS = {
     "max_basis": ["8", 8.5, True, 0, [8]],
     "relative_error": ["0.1", True, 0, math.nan, [0.1]],
     "eigenvectors_of": [5, "", True, ["x"]],
-    "other_split": [5, "", True, ["x"]],
     "checkpoints": ["/x", 5, [5], [""], [None], None, {"/x": 1}],
     "implementations": ["custom_jvp", ["custom_jpv"], [5], None, 5],
     "directions": ["gradient", 5, [5], [""], [None], None, {"gradient": 1}],
