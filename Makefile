@@ -15,7 +15,7 @@ help:
 	@echo "quickstart  train a tiny T5 on spelling to phonemes, and analyze its checkpoint"
 	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
 	@echo "test-t5x-own T5X's own tests with our losses and models in their place"
-	@echo "test-bucket a run with everything in a bucket, against a store in memory"
+	@echo "test-bucket a run and a sweep with everything in a bucket, against a store in memory"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
 	@echo "bench       measure again what README.md's tables say, and write them: an hour or two"
@@ -61,7 +61,7 @@ test-t5x-own: setup
 
 # Minutes long: TensorFlow's and TensorStore's own clients against a store in memory.
 test-bucket: setup
-	$(BIN)/python -m pytest -m bucket tests/standalone/test_bucket.py
+	$(BIN)/python -m pytest -m bucket tests/standalone/test_bucket.py tests/analysis/test_sweep_in_bucket.py
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
@@ -78,7 +78,9 @@ bench: setup
 	$(BIN)/python scripts/benchmark_loss.py --output=docs/benchmarks/loss_cpu.json \
 	  $$($(BIN)/python -c "import t5x" 2>/dev/null && echo --train_step)
 	$(BIN)/python scripts/benchmark_curvature.py --output=docs/benchmarks/curvature_cpu.json
+	$(BIN)/python scripts/benchmark_sweep.py --output=docs/benchmarks/sweep_cpu.json
 	$(BIN)/python scripts/edge_of_stability.py
+	$(BIN)/python scripts/edge_of_stability_adaptive.py
 	! $(BIN)/python -c "import t5x" 2>/dev/null || { \
 	  $(BIN)/python scripts/benchmark_training_memory.py --output=docs/benchmarks/training_memory_cpu.json && \
 	  $(BIN)/python scripts/benchmark_probes.py --output=docs/benchmarks/probes_cpu.json; }

@@ -1,12 +1,25 @@
 """Checks pages: doctests pass, links and files exist, make targets and macros too.
 
+Every Python snippet is a doctest. `tests/test_commands.py` reads the commands.
+
 python scripts/check_readme.py README.md docs/*.md
 """
 
 import doctest
+import functools
+import os
 import pathlib
 import re
 import sys
+import tempfile
+
+# The snippets import JAX; what it compiles for them is kept, as that of the tests.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(tempfile.gettempdir()) / "t5x_fwdloss-jax-cache"),
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -20,16 +33,46 @@ def problems(path: pathlib.Path) -> list[str]:
         code = re.search(rf"(^|`|\s{{4}})make {target}\b", text, re.M)
         if code and not re.search(rf"^{target}:", makefile, re.M):
             found.append(f"'make {target}' is not a target of the Makefile")
-    for link in re.findall(r"\]\(([^)#\s]+)\)", text):
-        if "://" not in link and not (path.parent / link).exists():
+    for link, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        target = path.parent / link if link else path
+        if "://" in link:
+            continue
+        if not target.exists():
             found.append(f"the link {link} leads nowhere")
+        elif heading and heading not in _headings(target):
+            found.append(f"{link} has no heading {heading}")
     for name in sorted(set(re.findall(r"t5x_fwdloss/configs/([\w/]+\.gin)", text))):
         if not (ROOT / "configs" / name).exists():
             found.append(f"configs/{name} does not exist")
     for name in sorted(set(re.findall(r"\bscripts/[\w.]+\.(?:py|sh)\b", text))):
         if not (ROOT / name).exists():
             found.append(f"{name} does not exist")
+    for snippet in re.findall(r"(?ms)^```python\n(.*?)^```", text):
+        if not snippet.startswith(">>> "):
+            found.append(f"a snippet is not a doctest: {snippet.splitlines()[0]}")
+    sources = _sources()
+    for name in sorted(set(re.findall(r"`([A-Z]+_[A-Z_]+)\b", text))):
+        if not re.search(rf"\b{name}\b", sources):
+            found.append(f"no file of the package, its configs or scripts has {name}")
     return found
+
+
+def _headings(path: pathlib.Path) -> list[str]:
+    """The headings of a page, as links to them are written."""
+    found = re.findall(r"(?m)^#+ (.*)$", path.read_text(encoding="utf-8"))
+    return [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in found]
+
+
+@functools.cache
+def _sources() -> str:
+    """The text of all files that define macros and environment variables."""
+    files = [
+        path
+        for folder in ("configs", "scripts", "t5x_fwdloss")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".gin", ".sh", ".py")
+    ]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
 
 
 def main(arguments: list[str]) -> int:

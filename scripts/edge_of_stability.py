@@ -47,6 +47,7 @@ SIZES = {
 }
 # Smoothing bounds the logits, so that the loss stays curved while it is learned.
 LABEL_SMOOTHING = 0.5
+SETTINGS = {"sizes": SIZES, "batch": BATCH, "label_smoothing": LABEL_SMOOTHING}
 LARGEST, AT_MEAN = "largest_eigenvalue", "largest_eigenvalue_at_mean"
 CRITICAL = "critical_sharpness"
 # In units of 2 over the learning rate: the most at the start, the edge's two sides.
@@ -168,10 +169,10 @@ def drawn(runs):
     return figure
 
 
-def draw(runs, path):
-    """Writes the figure as SVG in the report's colors, light or dark."""
+def draw(figure_of, runs, path):
+    """Writes the figure of the runs as SVG in the report's colors, light or dark."""
     with figures.settings():
-        svg = figures.to_svg(drawn(runs), "edge")
+        svg = figures.to_svg(figure_of(runs), "edge")
     colors = style.STYLE.partition("* {")[0]
     look = f"<style>{colors} svg {{ background: var(--card); }}</style>"
     text = re.sub(r"(<svg[^>]*>)", rf"\1{look}", svg, count=1)
@@ -184,8 +185,7 @@ def main():
     parser.add_argument("--draw", action="store_true", help="measure nothing")
     options = parser.parse_args()
     if not options.draw:
-        settings = {"sizes": SIZES, "batch": BATCH, "label_smoothing": LABEL_SMOOTHING}
-        report = {"environment": benchmark_record.environment(), "settings": settings}
+        report = {"environment": benchmark_record.environment(), "settings": SETTINGS}
         loss, params, batch = problem()
         report["runs"] = [
             {"learning_rate": rate, **measured(loss, params, batch, rate)}
@@ -193,7 +193,7 @@ def main():
         ]
         benchmark_record.write(report, RECORD)
     runs = json.loads(RECORD.read_text())["runs"]
-    draw(runs, DOCS / "edge_of_stability.svg")
+    draw(drawn, runs, DOCS / "edge_of_stability.svg")
     sys.exit("\n".join(x for run in runs for x in missed(run)) or 0)
 
 

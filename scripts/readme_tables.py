@@ -76,6 +76,21 @@ def curvature(file: str = "curvature_cpu.json") -> str:
     return "\n".join(lines)
 
 
+def plans(file: str = "plan.json") -> str:
+    """The largest memory of the example plans, and the time that they took."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    lines = ["| T5 1.1 | file | most per device | compiled in |", "|---|---|---|---|"]
+    for entry in report["examples"]:
+        most = re.search(r"At most ([0-9.]+ \w+)", entry["plan"][-1])
+        flags = [x.removeprefix("--gin.") for x in entry["flags"]]
+        lines.append(
+            f"| {entry['name']} | `{' '.join([entry['config'], *flags[:1]])}` "
+            f"| {most[1] if most else 'rejected'} "
+            f"| {entry['seconds_compiling']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
 def forward_memory(file: str = "forward_memory_cpu.json") -> str:
     """Temporary memory of a T5X train step of t5_1_1 base, by reverse and forward mode."""
     report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
@@ -125,6 +140,21 @@ def probe_cost(file: str = "probes_cpu.json") -> str:
     )
 
 
+def sweep_cost(file: str = "sweep_cpu.json") -> str:
+    """What a sweep costs beside its measurements and beside single runs, in words."""
+    report = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())
+    environment, count = report["environment"], report["num_checkpoints"]
+    return (
+        f"On {environment['processors']} {environment['device']} cores a sweep over "
+        f"{count} checkpoints of the quickstart's training took "
+        f"{report['seconds_of_the_sweep']:.0f} seconds, start and compilation included: "
+        f"{report['sweep_over_five_of_a_step_that_compiles_nothing']:.2f} times the "
+        f"measurements of {count} checkpoints that compile nothing, and "
+        f"{100 * report['sweep_over_five_single_runs']:.0f} % of the time of {count} "
+        "single runs (`scripts/benchmark_sweep.py`)."
+    )
+
+
 def edge_of_stability(file: str = "edge_of_stability.json") -> str:
     """The sharpness at the start and the end of each run of gradient descent."""
     runs = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["runs"]
@@ -147,6 +177,34 @@ def edge_of_stability(file: str = "edge_of_stability.json") -> str:
         cells = [f"{x:.2f}" if isinstance(x, float) else str(x) for x in found]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def edge_of_adaptive(file: str = "edge_of_stability_adaptive.json") -> str:
+    """Eigenvalues of Adam's and Adafactor's runs, in units of their thresholds."""
+    runs = json.loads((ROOT / "docs" / "benchmarks" / file).read_text())["runs"]
+    heads = [f"{run['optimizer']}, {run['learning_rate']}" for run in runs]
+    lines = ["| learning rate | " + " | ".join(heads) + " |"]
+    lines.append("|---" * (len(heads) + 1) + "|")
+    ratio = "largest_preconditioned_eigenvalue"
+    rows = {
+        "threshold": lambda run: f"{run['threshold']:,.0f}",
+        "largest eigenvalue of P H over the threshold": lambda run: _settled(
+            run[ratio], run["threshold"]
+        ),
+        "largest eigenvalue of H over 2/η": lambda run: _settled(
+            run["largest_eigenvalue"], 2 / run["learning_rate"]
+        ),
+    }
+    for name, cell in rows.items():
+        lines.append(f"| {name} | " + " | ".join(map(cell, runs)) + " |")
+    return "\n".join(lines)
+
+
+def _settled(numbers, unit):
+    """Median and quartiles of the last two thirds, in a unit."""
+    last = [x / unit for x in numbers[len(numbers) // 3 :]]
+    low, middle, high = statistics.quantiles(last, n=4, method="inclusive")
+    return f"{middle:.2g} ({low:.2g} to {high:.2g})"
 
 
 def _end(numbers):
@@ -173,13 +231,16 @@ def probe_memory(file: str = "training_memory_cpu.json") -> str:
 
 TABLES = {
     "edge_of_stability": edge_of_stability,
+    "edge_of_adaptive": edge_of_adaptive,
     "probe_cost": probe_cost,
     "probe_memory": probe_memory,
+    "sweep_cost": sweep_cost,
     "V32128": lambda: losses("V32128"),
     "V250112": lambda: losses("V250112"),
     "train_step": train_step,
     "curvature": curvature,
     "forward_memory": forward_memory,
+    "plans": plans,
     "forward_gradient": forward_gradient,
 }
 

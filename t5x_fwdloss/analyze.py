@@ -17,6 +17,7 @@ if __name__ == "__main__":  # the imports take seconds, in which nothing else is
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import os
 import warnings
@@ -39,14 +40,18 @@ from t5x import models as t5x_models
 
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis.plan.compiled import device_memory
+from t5x_fwdloss.analysis.plan.plan import Planned
+from t5x_fwdloss.analysis.plan.show import show
 from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import (
+    analysis_flags,
     compilation_cache,
     exit_status,
     gin_sentences,
     initialization,
 )
-from t5x_fwdloss.t5x_host import checkpoint, dataset
+from t5x_fwdloss.t5x_host import checkpoint, dataset, simulated_mesh
 from t5x_fwdloss.t5x_host import optimizer as host_optimizer
 
 # Arguments whose macros are not their names in capitals.
@@ -73,11 +78,16 @@ def analyze(
     use_orbax: bool = True,
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    save_seconds: settings.Count = analysis.SAVE_SECONDS,
     compilation_cache_dir: settings.Path | None = None,
     learning_rate_fn: optimizer_lib.LearningRate | None = None,
     checkpoint_steps: steps_lib.CheckpointSteps | None = None,
     train_steps: settings.Count | None = None,
     follow: bool = False,
+    plan: bool = False,
+    device_memory_gb: settings.Above | None = None,
+    device_tflops: settings.Above | None = None,
+    plan_devices: settings.Positive | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -104,6 +114,7 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement.
         compilation_cache_dir: folder of JAX's compilation cache, for the next run;
             None: JAX's own settings.
         learning_rate_fn: the trainer's learning rate or its schedule, for the threshold
@@ -112,6 +123,12 @@ def analyze(
             checkpoints of the model folder in `restore_checkpoint_cfg`; None: one.
         train_steps: the step at which the training ends, for `follow`.
         follow: whether a sweep waits for further checkpoints, up to `train_steps`.
+        plan: whether to print what the run would take, and to end: nothing is restored.
+        device_memory_gb: memory of a device, in GiB (2^30 bytes): a run that does not
+            fit is rejected; None: the plan reads it from the device, if it tells.
+        device_tflops: 10^12 operations of a device per second, for the plan's times.
+        plan_devices: devices of a mesh that the plan simulates on CPUs, with the
+            partitioner's number of model partitions; None: those that are there.
         config_text: the gin configuration, kept with the results.
 
     Raises:
@@ -120,6 +137,8 @@ def analyze(
     measurement_list.check("MEASUREMENTS", measurements)
     settings.check_arguments(analyze, locals(), macros=MACROS)
     compilation_cache.use(compilation_cache_dir)
+    if plan and plan_devices is not None:
+        simulated_mesh.use(partitioner, plan_devices)
     dataset.check_config(dataset_cfg)
     dataset.check_mesh(partitioner)
     path = restore_checkpoint_cfg.path
@@ -132,55 +151,84 @@ def analyze(
         )
     model = models.with_loss(model, loss_impl, loss_chunk_length)
     loss_mixin.check_no_other_loss(model)
-    # Before the data, which may take a while to load.
-    if checkpoint_steps is None:
-        steps_lib.check_alone(follow=follow)
-        checkpoint.find_checkpoint(restore_checkpoint_cfg)
-    else:
-        steps_lib.check(
-            path,
-            checkpoint_steps,
-            follow=follow,
-            train_steps=train_steps,
-            output_dir=output_dir,
-        )
-    is_primary = jax.process_index() == 0
-    with progress.stage(
-        f"Reading {num_batches} batches of {dataset.task_name(dataset_cfg)}",
-        is_primary=is_primary,
-    ):
-        batches = dataset.load_batches(
-            dataset_cfg, num_batches, partitioner, model.FEATURE_CONVERTER_CLS
-        )
-    if verify_matching_vocabs_fn is not None:
-        dataset.check_vocabularies(dataset_cfg, model, verify_matching_vocabs_fn)
-    with on_mesh(partitioner):
-        objective = analysis.Objective.from_model(
-            model,
-            batches,
-            num_microbatches=num_microbatches,
-            dropout_seed=dropout_seed,
-            precision=matmul_precision,
-        )
-    shapes, types = dataset.shapes_and_types(batches[0])
 
-    def initializer(optimizer_def):
-        with initialization.of_parameters():
-            return train_state_initializer_cls(
-                optimizer_def=optimizer_def,
-                init_fn=model.get_initial_variables,
-                input_shapes=shapes,
-                input_types=types,
-                partitioner=partitioner,
+    def shaped(batches, load_batches=None):
+        with on_mesh(partitioner):
+            objective = analysis.Objective.from_model(
+                model,
+                batches,
+                num_microbatches=num_microbatches,
+                dropout_seed=dropout_seed,
+                precision=matmul_precision,
+                load_batches=load_batches,
+            )
+        shapes, types = dataset.shapes_and_types(batches[0])
+
+        def initializer(optimizer_def):
+            with initialization.of_parameters():
+                return train_state_initializer_cls(
+                    optimizer_def=optimizer_def,
+                    init_fn=model.get_initial_variables,
+                    input_shapes=shapes,
+                    input_types=types,
+                    partitioner=partitioner,
+                )
+
+        return objective, initializer
+
+    if plan:
+        ones = dataset.batch_of_ones(
+            dataset_cfg, partitioner, model.FEATURE_CONVERTER_CLS
+        )
+        objective, initializer = shaped([ones])
+        with on_mesh(partitioner):
+            return show(
+                Planned(
+                    objective=objective,
+                    params=checkpoint.described(initializer(None), partitioner),
+                    measurements=measurements,
+                    num_batches=num_batches,
+                    memory_budget=memory_budget,
+                    fold=folding,
+                    device_bytes=device_memory(device_memory_gb),
+                ),
+                tflops=device_tflops,
+            )
+    # Before the data, which may take a while to load.
+    steps_lib.check(
+        path,
+        checkpoint_steps,
+        follow=follow,
+        train_steps=train_steps,
+        output_dir=output_dir,
+    )
+    if checkpoint_steps is None:
+        checkpoint.find_checkpoint(restore_checkpoint_cfg)
+    is_primary = jax.process_index() == 0
+
+    def load_batches(split: str) -> list[dataset.Batch]:
+        task = dataset.task_name(dataset_cfg)
+        with progress.stage(
+            f"Reading {num_batches} batches of {task}, {split}", is_primary=is_primary
+        ):
+            return dataset.load_batches(
+                dataclasses.replace(dataset_cfg, split=split),
+                num_batches,
+                partitioner,
+                model.FEATURE_CONVERTER_CLS,
             )
 
+    batches = load_batches(dataset_cfg.split)
+    if verify_matching_vocabs_fn is not None:
+        dataset.check_vocabularies(dataset_cfg, model, verify_matching_vocabs_fn)
+    objective, initializer = shaped(batches, load_batches)
     plain = initializer(None)  # no optimizer state
     measurement_list.check_groups(measurements, plain.global_train_state_shape.params)
     restorer = checkpoint.Restorer(
         plain, partitioner, restore_checkpoint_cfg, use_orbax
     )
 
-    def load(path: str | None = None) -> tuple[Any, analysis.HostInfo]:
+    def load(path: str) -> tuple[Any, analysis.HostInfo]:
         restored = restorer.restore(path)
         cfg = copy.copy(
             restore_checkpoint_cfg
@@ -204,28 +252,21 @@ def analyze(
             optimizer=host_optimizer.name_of(model.optimizer_def),
         )
 
-    run = functools.partial(
-        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
-        objective,
-        measurements=measurements,
-        output_dir=output_dir,
-        seed=seed,
-        memory_budget=memory_budget,
-        fold=folding,
-    )
-    if checkpoint_steps is None:
-        params, host = load()
-        with on_mesh(partitioner):
-            return run(params, host=host)
-
     with on_mesh(partitioner):
-        return run(
+        return analysis.run_one_or_all(
+            objective,
             load,
-            model_dir=path,
+            path=path,
             steps=checkpoint_steps,
             learning_rate=learning_rate_fn,
             follow_until=train_steps if follow else None,
-            is_primary=is_primary,
+            measurements=measurements,
+            output_dir=output_dir,
+            seed=seed,
+            memory_budget=memory_budget,
+            fold=folding,
+            save_seconds=save_seconds,
+            device_memory=device_memory_gb and int(device_memory_gb * 2**30),
         )
 
 
@@ -274,7 +315,7 @@ def attempt(values: Any) -> int:
     def configure():
         _parse(values)
         configured = gin.get_configurable(analyze)
-        more = {"follow": True} if getattr(values, "follow", False) else {}
+        more = analysis_flags.given(values)
         run = functools.partial(configured, config_text=gin.config_str(), **more)
         # From here on; JAX alone would get SIGTERM, and the run would not stop.
         return preemption.listening()(run) if values.multiprocess_gpu else run
@@ -341,7 +382,7 @@ if __name__ == "__main__":
     from t5x_fwdloss.command_line import arguments
 
     FLAGS = flags.FLAGS
-    arguments.define_follow()
+    analysis_flags.define()
     flags.DEFINE_multi_string(
         "gin_file", None, "gin file; repeat it, later files override earlier ones."
     )

@@ -7,6 +7,7 @@ from t5x_fwdloss.analysis.measurements.along.landscape import Landscape as Lands
 from t5x_fwdloss.analysis.measurements.comparison import (
     LossComparison as LossComparison,
 )
+from t5x_fwdloss.analysis.measurements.context import SAVE_SECONDS as SAVE_SECONDS
 from t5x_fwdloss.analysis.measurements.noise_scale import (
     GradientNoiseScale as GradientNoiseScale,
 )
@@ -36,4 +37,5 @@ from t5x_fwdloss.analysis.objective.sum_over_batches import Precision as Precisi
 from t5x_fwdloss.analysis.report.comparison.records import records as records
 from t5x_fwdloss.analysis.run import HostInfo as HostInfo
 from t5x_fwdloss.analysis.run import run_analysis as run_analysis
+from t5x_fwdloss.analysis.sweep.one_or_all import run_one_or_all as run_one_or_all
 from t5x_fwdloss.analysis.sweep.sweep import run_sweep as run_sweep

@@ -51,6 +51,12 @@ def listening() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
+def signaled() -> bool:
+    """Whether this process got SIGTERM."""
+    return _signaled.is_set()
+
+
 def told() -> bool:
     """Whether some process got SIGTERM; asked by every process at the same step."""
-    return multihost.any_process(_signaled.is_set())
+    (told,) = multihost.any_process(signaled())
+    return told

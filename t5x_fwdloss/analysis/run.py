@@ -19,7 +19,11 @@ from jaxtyping import PyTree
 from t5x_fwdloss import progress
 from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import settings as settings_lib
-from t5x_fwdloss.analysis.measurements.context import Context, Measurement
+from t5x_fwdloss.analysis.measurements.context import (
+    SAVE_SECONDS,
+    Context,
+    Measurement,
+)
 from t5x_fwdloss.analysis.numbers import (
     Failure,
     MeasurementResult,
@@ -36,6 +40,7 @@ from t5x_fwdloss.analysis.objective.finite import (
 )
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.optimizer import Preconditioner
+from t5x_fwdloss.analysis.plan import start as plan
 from t5x_fwdloss.analysis.report import (
     environment,
     events,
@@ -44,7 +49,7 @@ from t5x_fwdloss.analysis.report import (
     training,
 )
 from t5x_fwdloss.analysis.report.terminal import print_line, print_table
-from t5x_fwdloss.analysis.store import files, identity
+from t5x_fwdloss.analysis.store import files, finished_run, identity
 from t5x_fwdloss.analysis.store.checksum import checksum
 from t5x_fwdloss.analysis.store.folder import RunFolder
 from t5x_fwdloss.curvature import NonFiniteError
@@ -93,7 +98,9 @@ def run_analysis(
     host: HostInfo | None = None,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    save_seconds: settings_lib.Count = SAVE_SECONDS,
     eigenvectors_dir: settings_lib.Path | None = None,
+    device_memory: settings_lib.Bytes | None = None,
 ) -> int:
     """Measure, and leave `results.json`, arrays, report, configuration and events.
 
@@ -108,8 +115,12 @@ def run_analysis(
         memory_budget: bytes per device that linearized products may take; None: half of
             the free memory; 0: everything is differentiated anew for each vector.
         fold: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement; a killed run
+            resumes from the last, one that SIGTERM stops where it was.
         eigenvectors_dir: a folder for the eigenvectors that a measurement finds and does
             not save itself; None: they are dropped.
+        device_memory: bytes of a device: a measurement that takes more is rejected once
+            the first products are compiled; None: they are not known.
 
     Invalid input raises `ValueError`, if possible before anything is compiled.
 
@@ -135,6 +146,7 @@ def run_analysis(
         is_primary=host.primary,
         memory_budget=memory_budget,
         fold=fold,
+        save_seconds=save_seconds,
         load_preconditioner=host.load_preconditioner,
         vectors_path=folder.vectors_path,
         eigenvectors_dir=(
@@ -173,7 +185,14 @@ def run_analysis(
         try:
             model = model_facts.describe(objective.model, params)
             return _run(
-                folder, context, host, measurements, fingerprint, forward, model
+                folder,
+                context,
+                host,
+                measurements,
+                fingerprint,
+                forward,
+                model,
+                device_memory,
             )
         except preemption.Preempted:
             logging.error(
@@ -184,7 +203,9 @@ def run_analysis(
             return preemption.STATUS
 
 
-def _run(folder, context, host, measurements, fingerprint, forward, model) -> int:
+def _run(
+    folder, context, host, measurements, fingerprint, forward, model, device_memory
+) -> int:
     start = time.monotonic()
     context.step()
     labels_outside = _num_labels_outside(context)
@@ -197,15 +218,19 @@ def _run(folder, context, host, measurements, fingerprint, forward, model) -> in
             "Compiling and checking the loss and its derivatives",
             is_primary=host.primary,
         ):
+            timed = plan.Timed(context.product(matrix)) if matrix else None
             checks = preflight.check_objective(
                 context.objective,
                 context.params,
                 context.key("preflight"),
                 value=fingerprint["loss_value"],
                 matrix=matrices.WORDS.get(matrix or "", ""),
-                product=matrix and context.product(matrix),
+                product=timed,
                 forward=forward,
             )
+        if matrix and timed:
+            plan.announce(context, pending, matrix, timed, device_memory)
+        timed = None  # it would hold the residuals beside those of the next matrix
     outcomes = [
         kept[measurement.name] or _measure(measurement, context, folder)
         for measurement in measurements
@@ -283,6 +308,7 @@ def _document(context, host, outcomes, checks, fingerprint) -> dict[str, Any]:
     objective = context.objective
     failed = any(isinstance(outcome, Failure) for outcome in outcomes)
     return {
+        "schema_version": finished_run.SCHEMA_VERSION,
         "status": "failed" if failed else "finished",
         "finished_at": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M:%S} UTC",
         "checkpoint": host.checkpoint,

@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from t5x_fwdloss import progress
-from t5x_fwdloss.command_line import exit_status, gin_sentences
+from t5x_fwdloss.command_line import analysis_flags, exit_status, gin_sentences
 
 
 def rewrite_gin_flags(argv: Sequence[str]) -> list[str]:
@@ -39,7 +39,7 @@ def run(
     run_file: str,
     macros: Mapping[str, str],
     *,
-    has_follow: bool = False,
+    is_analysis: bool = False,
 ) -> None:
     """Runs a function of the script with the arguments that gin binds to it.
 
@@ -48,10 +48,10 @@ def run(
             it returns is the exit status.
         run_file: the gin file that binds its arguments.
         macros: names of the macros that need a value, each with a remedy.
-        has_follow: whether the function takes `follow`, by the flag `--follow`.
+        is_analysis: whether the function takes what `analysis_flags` defines.
     """
-    if has_follow:
-        define_follow()
+    if is_analysis:
+        analysis_flags.define()
     flags.DEFINE_multi_string("gin_file", [], "gin file; repeat it for several.")
     flags.DEFINE_multi_string("gin_bindings", [], "one gin binding, NAME = VALUE.")
     flags.DEFINE_list("gin_search_paths", ["."], "folders to look for gin files in.")
@@ -68,13 +68,6 @@ def run(
     except ValueError as error:
         sys.exit(f"{function.__name__}: {error}")
     app.run(main, argv=argv)
-
-
-def define_follow() -> None:
-    """Defines the flag `--follow` of both analyses."""
-    flags.DEFINE_boolean(
-        "follow", False, "wait for new checkpoints of a running job, to TRAIN_STEPS."
-    )
 
 
 def attempt(
@@ -94,7 +87,7 @@ def attempt(
 
     def configure():
         configured = parse(function, values, run_file, macros)
-        more = {"follow": True} if getattr(values, "follow", False) else {}
+        more = analysis_flags.given(values)
         return functools.partial(configured, config_text=gin.config_str(), **more)
 
     return exit_status.exit_status(function.__name__, configure, function)

@@ -20,12 +20,18 @@ from typing import Any
 
 import jax
 import optax
+import seqio
 
 from t5x_fwdloss import analysis, progress
 from t5x_fwdloss.analysis import measurement_list, settings
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
+from t5x_fwdloss.analysis.objective import parameters
+from t5x_fwdloss.analysis.plan.compiled import device_memory
+from t5x_fwdloss.analysis.plan.plan import Planned
+from t5x_fwdloss.analysis.plan.show import show
 from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import compilation_cache, initialization
+from t5x_fwdloss.command_line.batch_of_ones import batch_of_ones
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.standalone import checkpoints, data
 from t5x_fwdloss.standalone.model import StandaloneModel
@@ -59,12 +65,16 @@ def analyze(
     matmul_precision: analysis.Precision = "highest",
     memory_budget: settings.Bytes | None = None,
     folding: bool = True,
+    save_seconds: settings.Count = analysis.SAVE_SECONDS,
     compilation_cache_dir: settings.Path | None = None,
     optimizer: optax.GradientTransformation | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
     checkpoint_steps: steps_lib.CheckpointSteps | None = None,
     train_steps: settings.Count | None = None,
     follow: bool = False,
+    plan: bool = False,
+    device_memory_gb: settings.Above | None = None,
+    device_tflops: settings.Above | None = None,
     config_text: str = "",
 ) -> int:
     """Measures the loss of a checkpoint around its parameters; returns the exit status.
@@ -87,6 +97,7 @@ def analyze(
         memory_budget: bytes per device that linearized products may keep; None: half of
             the free memory; 0: none.
         folding: whether to rewrite linearized products to read less memory.
+        save_seconds: seconds between two saved states of a measurement.
         compilation_cache_dir: folder of JAX's compilation cache, for the next run;
             None: JAX's own settings.
         optimizer: that of the training, for preconditioned measurements.
@@ -96,6 +107,10 @@ def analyze(
             checkpoints of the model folder `checkpoint_path`; None: one checkpoint.
         train_steps: the step at which the training ends, for `follow`.
         follow: whether a sweep waits for further checkpoints, up to `train_steps`.
+        plan: whether to print what the run would take, and to end: nothing is restored.
+        device_memory_gb: memory of a device, in GiB (2^30 bytes): a run that does not
+            fit is rejected; None: the plan reads it from the device, if it tells.
+        device_tflops: 10^12 operations of a device per second, for the plan's times.
         config_text: the gin configuration, kept with the results.
 
     `ValueError` names bad input before anything is read or compiled.
@@ -107,21 +122,46 @@ def analyze(
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
-    if checkpoint_steps is None:
-        steps_lib.check_alone(follow=follow)
-        checkpoint_path = str(checkpoints.find(checkpoint_path))
-    else:
-        steps_lib.check(
-            checkpoint_path,
-            checkpoint_steps,
-            follow=follow,
-            train_steps=train_steps,
-            output_dir=output_dir,
+    if plan:
+        ones = batch_of_ones(
+            seqio.EncDecFeatureConverter(pack=dataset.pack),
+            dataset.task_feature_lengths,
+            dataset.batch_size,
         )
-    with progress.stage(f"Reading {num_batches} batches of {split}"):
-        batches = data.fixed_batches(dataset, split, num_batches)
-    with initialization.of_parameters():
-        like = jax.eval_shape(model.get_initial_params, jax.random.key(0), batches[0])
+        return show(
+            Planned(
+                objective=analysis.Objective.from_model(
+                    model,
+                    [ones],
+                    num_microbatches=num_microbatches,
+                    dropout_seed=dropout_seed,
+                    precision=matmul_precision,
+                ),
+                params=parameters.on_one_device(_shapes(model, ones)),
+                measurements=measurements,
+                num_batches=num_batches,
+                memory_budget=memory_budget,
+                fold=folding,
+                device_bytes=device_memory(device_memory_gb),
+            ),
+            tflops=device_tflops,
+        )
+    steps_lib.check(
+        checkpoint_path,
+        checkpoint_steps,
+        follow=follow,
+        train_steps=train_steps,
+        output_dir=output_dir,
+    )
+    if checkpoint_steps is None:
+        checkpoint_path = str(checkpoints.find(checkpoint_path))
+
+    def load_batches(split: str) -> list[data.Batch]:
+        with progress.stage(f"Reading {num_batches} batches of {split}"):
+            return data.fixed_batches(dataset, split, num_batches)
+
+    batches = load_batches(split)
+    like = _shapes(model, batches[0])
     measurement_list.check_groups(measurements, like)
     objective = analysis.Objective.from_model(
         model,
@@ -129,6 +169,7 @@ def analyze(
         num_microbatches=num_microbatches,
         dropout_seed=dropout_seed,
         precision=matmul_precision,
+        load_batches=load_batches,
     )
 
     def load(path: str) -> tuple[Any, analysis.HostInfo]:
@@ -155,25 +196,26 @@ def analyze(
         )
 
     rate = functools.partial(optimizer_lib.at_step, learning_rate)
-    run = functools.partial(
-        analysis.run_analysis if checkpoint_steps is None else analysis.run_sweep,
+    return analysis.run_one_or_all(
         objective,
+        load,
+        path=checkpoint_path,
+        steps=checkpoint_steps,
+        learning_rate=learning_rate,
+        follow_until=train_steps if follow else None,
         measurements=measurements,
         output_dir=output_dir,
         seed=seed,
         memory_budget=memory_budget,
         fold=folding,
+        save_seconds=save_seconds,
+        device_memory=device_memory_gb and int(device_memory_gb * 2**30),
     )
-    if checkpoint_steps is None:
-        params, host = load(checkpoint_path)
-        return run(params, host=host)
-    return run(
-        load,
-        model_dir=checkpoint_path,
-        steps=checkpoint_steps,
-        learning_rate=learning_rate,
-        follow_until=train_steps if follow else None,
-    )
+
+
+def _shapes(model, batch) -> Any:
+    with initialization.of_parameters():
+        return jax.eval_shape(model.get_initial_params, jax.random.key(0), batch)
 
 
 def _preconditioner(optimizer, path, params, rate) -> optimizer_lib.Preconditioner:
@@ -194,4 +236,4 @@ def _check_optimizer(optimizer, measurements) -> None:
 if __name__ == "__main__":
     from t5x_fwdloss.command_line import arguments
 
-    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS, has_follow=True)
+    arguments.run(analyze, RUN_FILE, REQUIRED_MACROS, is_analysis=True)

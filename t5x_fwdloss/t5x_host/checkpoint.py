@@ -115,6 +115,29 @@ class Restorer:
         return Restored(state, step, found)
 
 
+def described(
+    initializer: utils.TrainStateInitializer,
+    partitioner: partitioning.BasePartitioner,
+) -> Any:
+    """The shapes of the parameters that `Restorer` would restore, on their mesh.
+
+    A mesh that does not divide them raises `ValueError`.
+
+    Args:
+        initializer: T5X's.
+        partitioner: T5X's partitioner.
+    """
+    shapes = initializer.global_train_state_shape.params
+    axes = initializer.train_state_axes.params
+    check_mesh(shapes, axes, partitioner.mesh.shape)
+
+    def one(shape, spec):
+        sharding = jax.sharding.NamedSharding(partitioner.mesh, spec)
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(one, unfreeze(shapes), unfreeze(axes))
+
+
 @contextlib.contextmanager
 def _restoring(path: str) -> Iterator[None]:
     """Turn any error of T5X inside into one that this checkpoint could not be read.

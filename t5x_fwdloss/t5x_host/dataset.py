@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from t5x import models, partitioning, utils
 
 from t5x_fwdloss.analysis import settings
+from t5x_fwdloss.command_line import batch_of_ones as batch_of_ones_lib
 from t5x_fwdloss.command_line import seqio_sentences
 
 Batch = dict[str, jax.Array]
@@ -80,6 +81,28 @@ def load_batches(
             f"{'' if found else ' (no full batch)'}."
         )
     return [_global(batch, partitioner) for batch in local]
+
+
+def batch_of_ones(
+    cfg: utils.DatasetConfig,
+    partitioner: partitioning.BasePartitioner,
+    feature_converter_cls: Callable[..., seqio.FeatureConverter],
+) -> Batch:
+    """A batch with the shapes and the layout of those of `load_batches`, without data.
+
+    A batch size that the mesh does not divide raises `ValueError`.
+
+    Args:
+        cfg: T5X's dataset configuration.
+        partitioner: T5X's partitioner.
+        feature_converter_cls: the model's feature converter.
+    """
+    check_batch_size(cfg.batch_size, partitioner.data_mesh_size)
+    converter = feature_converter_cls(pack=cfg.pack)
+    ones = batch_of_ones_lib.batch_of_ones(
+        converter, cfg.task_feature_lengths, cfg.batch_size
+    )
+    return _global(ones, partitioner)
 
 
 def check_config(cfg: utils.DatasetConfig) -> None:

@@ -15,6 +15,7 @@ from t5x_fwdloss.analysis.measurements.context import Context
 from . import toy
 
 SEED = 3
+NEVER = 10**6  # seconds between two saved states; a signal to stop saves as well
 
 
 def objective(batches=None, **settings):
@@ -36,7 +37,7 @@ def host(**fields):
 def measurements():
     return [
         DirectionalDerivatives(num_random=1, num_points=3, checkpoints=("/other",)),
-        Eigenpairs(num_largest=2, num_smallest=1, max_steps=9, save_every=4),
+        Eigenpairs(num_largest=2, num_smallest=1, max_steps=9),
         Trace(num_probes=8, block_size=4),
     ]
 
@@ -48,6 +49,7 @@ def run(output_dir, **overrides):
         "measurements": measurements(),
         "seed": SEED,
         "host": host(),
+        "save_seconds": NEVER,
     } | overrides
     return run_analysis(
         given.pop("objective"), given.pop("params"), output_dir=output_dir, **given
@@ -62,6 +64,7 @@ def context(path, cls=Context, **fields):
         "seed": SEED,
         "load_params": None,
         "state_path": lambda name: epath.Path(path) / f"{name}.state",
+        "save_seconds": NEVER,
     } | fields
     given["objective"] = given["objective"] or objective()
     return cls(**given)

@@ -3,7 +3,10 @@
 import json
 import pathlib
 
+import pytest
+
 from t5x_fwdloss.analysis import Eigenpairs, Trace, run_sweep
+from t5x_fwdloss.analysis.report import figures
 
 from . import runs, toy
 
@@ -25,14 +28,19 @@ def load(path):
     return toy.parameters(step), runs.host(checkpoint=str(path), step=step)
 
 
+# Where the numbers do not matter.
+FEW = (Trace(num_probes=4),)
+
+
 def measurements():
     return [
-        Eigenpairs(num_largest=2, num_smallest=1, max_steps=16, save_every=4),
+        Eigenpairs(num_largest=2, num_smallest=1, max_steps=16),
         Trace(num_probes=8, block_size=4),
     ]
 
 
-def run(model_dir, output_dir, steps="all", **overrides):
+def run(model_dir, output_dir, steps="all", drawn=None, **overrides):
+    """A sweep; its pages have no figures, which go to `drawn` by their names."""
     given = {
         "objective": runs.objective(),
         "load": load,
@@ -40,14 +48,23 @@ def run(model_dir, output_dir, steps="all", **overrides):
         "seed": runs.SEED,
         "poll_seconds": 1,
     } | overrides
-    return run_sweep(
-        given.pop("objective"),
-        given.pop("load"),
-        model_dir=model_dir,
-        steps=steps,
-        output_dir=output_dir,
-        **given,
-    )
+
+    def keep(figure, salt):
+        # To write each as SVG takes longer than to measure.
+        if drawn is not None:
+            drawn[salt] = figure
+        return "<svg/>"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "to_svg", keep)
+        return run_sweep(
+            given.pop("objective"),
+            given.pop("load"),
+            model_dir=model_dir,
+            steps=steps,
+            output_dir=output_dir,
+            **given,
+        )
 
 
 def sweep_json(path):

@@ -58,7 +58,7 @@ def test_a_config_builds_its_measurements(built, name):
 def test_settings_reach_the_measurements(built):
     found = {m.name: m for m in built(files=["quick"])}
     assert found["hessian_eigenpairs"].num_largest == 3
-    assert found["hessian_eigenpairs"].save_every == 10
+    assert found["hessian_eigenpairs"].max_steps == 50
     assert found["hessian_trace"].num_probes == 16
 
 

@@ -114,7 +114,7 @@ def leave_unfinished(path):
     folder.RunFolder.keep = lambda *_: (_ for _ in ()).throw(Killed)
     try:
         with pytest.raises(Killed):
-            runs.run(path, measurements=TRACE)
+            runs.run(path, measurements=TRACE, save_seconds=0)
     finally:
         folder.RunFolder.keep = keep
 

@@ -29,6 +29,7 @@ from t5x_fwdloss.analysis import (
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.analysis.objective import preflight
+from t5x_fwdloss.analysis.plan import start
 from t5x_fwdloss.analysis.report import page
 from t5x_fwdloss.analysis.store import files, saved_state, vector_store
 
@@ -115,20 +116,19 @@ MEASUREMENTS = {
     "sampled": Trace(matrix="sampled_fisher", num_probes=3, block_size=2),
     "hutch++": Trace(estimator="hutch++", num_probes=2, sketch_size=1, block_size=1),
     "xtrace": Trace(estimator="xtrace", num_probes=2, block_size=1),
-    "density": SpectralDensity(num_probes=2, num_steps=2, save_every=2),
+    "density": SpectralDensity(num_probes=2, num_steps=2),
     "eigenpairs": Eigenpairs(
         num_largest=1,
         num_smallest=0,
         max_steps=4,
-        save_every=2,
         save_eigenvectors=True,
     ),
     "groups": GroupTraces(num_probes=4, block_size=2),
     "diagonal": Diagonal(num_probes=4, block_size=2),
     "noise_scale": GradientNoiseScale(),
-    "group_densities": GroupDensities(num_probes=2, num_steps=2, save_every=3),
-    "newton": NewtonStep(max_steps=5, save_every=2, tolerance=1e-6),
-    "landscape": Landscape(num_points=3, save_every=4),
+    "group_densities": GroupDensities(num_probes=1, num_steps=2),
+    "newton": NewtonStep(max_steps=3, tolerance=1e-6),
+    "landscape": Landscape(num_points=3),
 }
 
 
@@ -143,6 +143,7 @@ def measured(measurement, objective, path):
         path,
         DenseContext,
         objective=objective,
+        save_seconds=0,
         vectors_path=lambda name: path / f"{name}_vectors",
     )
     found = measurement.run(context)
@@ -187,6 +188,8 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
     """The folder alone: what is measured and drawn is tested elsewhere."""
     monkeypatch.setattr(preflight, "check_objective", lambda *_, **__: [])
     monkeypatch.setattr(page, "render", lambda *_: "the page")
+    monkeypatch.setattr(start, "Timed", lambda product: product)
+    monkeypatch.setattr(start, "announce", lambda *_: None)
     listed = [Trace(num_probes=2, block_size=2)]
     monkeypatch.setattr(Context, "product", DenseContext.product)
 

@@ -11,10 +11,14 @@ from stops import Killed
 
 from t5x_fwdloss.analysis import Eigenpairs, Landscape, Objective, measurement_list
 from t5x_fwdloss.analysis.measurements.along import barriers, named
+from t5x_fwdloss.analysis.measurements.along import plane as plane_lib
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.curvature.vectors import probes
 
 from . import runs, toy
+
+# Split to the seed of its examples.
+OTHER = {"train[:1%]": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +29,9 @@ def x64_everywhere():
 
 @pytest.fixture(scope="module")
 def objective(x64_everywhere):
-    return runs.objective(toy.batches(6, dtype=np.float64), z_loss=0.01)
+    model = toy.SoftmaxRegression(z_loss=0.01, factor="NUM_REAL_TARGET_TOKENS")
+    draw = lambda seed: toy.batches(6, seed=seed, dtype=np.float64)
+    return Objective.from_model(model, draw(1), load_batches=lambda x: draw(OTHER[x]))
 
 
 @pytest.fixture
@@ -42,9 +48,9 @@ def flat(tree):
     return np.asarray(ravel_pytree(tree)[0])
 
 
-def loss_and_accuracy(theta):
+def loss_and_accuracy(theta, seed=1):
     """By NumPy, at flat parameters: bias, then kernel."""
-    whole = toy.examples(dtype=np.float64)
+    whole = toy.examples(seed=seed, dtype=np.float64)
     bias, kernel = theta[: toy.CLASSES], theta[toy.CLASSES :].reshape(-1, toy.CLASSES)
     z = whole["features"] @ kernel + bias
     log_z = np.log(np.exp(z).sum(axis=-1))
@@ -95,6 +101,59 @@ def test_every_point_of_a_plane_is_the_loss_there(context):
     loss, accuracy = loss_and_accuracy(theta)
     assert numbers["loss"].value == pytest.approx(loss, rel=1e-12)
     assert numbers["accuracy"].value == pytest.approx(accuracy, rel=1e-12)
+
+
+def test_every_point_is_measured_on_another_split_too(context):
+    given = {"num_points": 3, "ranges": [(-1.0, 0.5), (-0.5, 3.0)]}
+    plain = Landscape(**given).run(context)
+    found = Landscape(**given, other_split="train[:1%]").run(context)
+    for name, array in plain.arrays.items():
+        np.testing.assert_array_equal(found.arrays[name], array)
+    assert plain.numbers.items() <= found.numbers.items()
+    theta, first = flat(context.params), drawn(context, 0)
+    second = drawn(context, 1)
+    length = np.linalg.norm(second)
+    second = second - (first @ second) / (first @ first) * first
+    second *= length / np.linalg.norm(second)
+    losses = found.arrays["on_train_1_/losses"]
+    for i, a in enumerate(found.arrays["coefficients_1"]):
+        for j, b in enumerate(found.arrays["coefficients_2"]):
+            loss, accuracy = loss_and_accuracy(theta + a * first + b * second, 8)
+            assert losses[i, j] == pytest.approx(loss, rel=1e-12)
+            there = found.arrays["on_train_1_/accuracies"][i, j]
+            assert there == pytest.approx(accuracy, rel=1e-12)
+    value = lambda name: found.numbers[f"on_train_1_/{name}"].value
+    loss, accuracy = loss_and_accuracy(theta, 8)
+    assert value("loss") == pytest.approx(loss, rel=1e-12)
+    assert value("accuracy") == pytest.approx(accuracy, rel=1e-12)
+    place = np.unravel_index(losses.argmin(), losses.shape)
+    assert value("smallest_loss") == losses.min()
+    for i in (1, 2):
+        expected = found.arrays[f"coefficients_{i}"][place[i - 1]]
+        assert value(f"smallest_loss_place_{i}") == expected
+
+
+def test_the_batches_of_another_split_are_part_of_the_run_s_identity(tmp_path):
+    def run(seed, folder="out", **settings):
+        objective = Objective.from_model(
+            toy.SoftmaxRegression(factor="NUM_REAL_TARGET_TOKENS"),
+            toy.batches(6),
+            load_batches=seed and (lambda _: toy.batches(6, seed=seed)),
+        )
+        line = Landscape(directions=["gradient"], num_points=3, **settings)
+        given = {"objective": objective, "measurements": [line]}
+        return runs.run(tmp_path / folder, **given)
+
+    assert run(8, other_split="train") == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    of_train = runs.objective(toy.batches(6, seed=8)).batches_hash
+    assert found["fingerprint"]["other_batches"] == {"train": of_train}
+    assert run(8, other_split="train") == 0  # finished
+    with pytest.raises(ValueError, match="different run's results.*other_batches"):
+        run(9, other_split="train")
+    with pytest.raises(ValueError, match=r"can read other splits.*got 'train'"):
+        run(None, "new", other_split="train")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_quadratic_model_is_that_of_the_dense_hessian(context):
@@ -180,11 +239,13 @@ def test_the_curvature_along_a_saved_eigenvector_is_its_eigenvalue(context, tmp_
 
 
 def waves(path, level):
-    """A loss of one parameter with a hill of height 2 between 0 and 1."""
+    """A loss of one parameter with a hill of height 2 between 0 and 1, higher ones beside."""
 
     def numerator(params, batch, key):
         x = params["x"][0]
-        return jax.numpy.sin(np.pi * x) ** 2 * 2 + level * x + 0 * batch["a"].sum()
+        height = jax.numpy.where((x > 0) & (x < 1), 2.0, 3.0)
+        wave = jax.numpy.sin(np.pi * x) ** 2 * height
+        return wave + level * x + 0 * batch["a"].sum()
 
     normalizer = runs.objective().normalizer.__class__("constant", 1.0)
     objective = Objective(numerator, [{"a": np.ones(1)}], normalizer=normalizer)
@@ -238,11 +299,35 @@ def test_directions_that_are_zero_or_parallel_are_left_out(context):
     assert found.arrays["losses"].shape == (3,)
 
 
-@pytest.mark.parametrize("kill_at", [1, 4, 9])
+@pytest.mark.parametrize(("angle", "is_kept"), [(5e-3, True), (5e-4, False)])
+def test_a_direction_is_parallel_below_a_thousandth_of_its_length(angle, is_kept):
+    first, second = (
+        plane_lib.Axis(
+            "",
+            {"x": 3.0 * jax.numpy.array([c, s])},
+            3.0,
+            np.zeros(3),
+            is_checkpoint=False,
+        )
+        for c, s in ((1.0, 0.0), (np.cos(angle), np.sin(angle)))
+    )
+    found = plane_lib.spanned(first, second, orthogonalize=True)
+    assert (found is not None) == is_kept
+    if found is not None:
+        assert found.angle == pytest.approx(np.degrees(angle))
+        np.testing.assert_allclose(found.vector["x"], [0.0, 3.0], atol=1e-9)
+
+
+@pytest.mark.parametrize(("kill_at", "num_splits"), [(1, 1), (9, 1), (5, 2)])
 def test_a_run_killed_between_points_ends_with_the_same_bits(
-    context, kill_at, monkeypatch
+    context, kill_at, num_splits, monkeypatch
 ):
-    plain = Landscape(num_points=3, save_every=1, name="random")
+    plain = Landscape(
+        num_points=3,
+        name="random",
+        other_split="train[:1%]" if num_splits == 2 else None,
+    )
+    context.save_seconds = 0
     whole = plain.run(context)
     context.state_path = lambda name, path=context.state_path: path("again" + name)
     value, count = Objective.value_and_accuracy, 0
@@ -258,7 +343,9 @@ def test_a_run_killed_between_points_ends_with_the_same_bits(
     with pytest.raises(Killed):
         plain.run(context)
     found = plain.run(context)
-    assert count == 1 + 9 + 1 + 0  # the one that was killed, and every point once
+    # Every point once, and what was lost of the point of the kill.
+    lost = kill_at % num_splits + 1
+    assert count == 10 * num_splits + lost
     assert json.dumps(result_to_json(found)) == json.dumps(result_to_json(whole))
 
 

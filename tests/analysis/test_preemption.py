@@ -1,5 +1,6 @@
 """SIGTERM at any step: the run saves and leaves, and ends with the same numbers later."""
 
+import functools
 import signal
 
 import numpy as np
@@ -18,10 +19,9 @@ from t5x_fwdloss.analysis import (
 
 from . import runs
 
-# None is due to be saved before it ends: what is found later was saved on leaving.
 MEASUREMENTS = [
-    Eigenpairs(num_largest=1, num_smallest=0, max_steps=6, save_every=100),
-    SpectralDensity(num_probes=2, num_steps=3, save_every=100),
+    Eigenpairs(num_largest=1, num_smallest=0, max_steps=6),
+    SpectralDensity(num_probes=2, num_steps=3),
     Trace(num_probes=4, block_size=2),
     Trace(name="xtrace", num_probes=2, estimator="xtrace"),
     GroupTraces(num_probes=2, block_size=1),
@@ -55,6 +55,7 @@ def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
     for number in range(40):
         with monkeypatch.context() as patch:
             stops.signal_at(2 + number % 3, patch.setattr)
+            # Nothing is due: what is found later was saved on leaving.
             status = runs.run(tmp_path, measurements=MEASUREMENTS)
         assert signal.getsignal(signal.SIGTERM) == before
         if status == 0:
@@ -70,14 +71,27 @@ def test_a_run_that_is_told_to_leave_saves_and_goes_on_later(
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_without_a_signal_nothing_is_saved_that_is_not_due(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("is_primary", "times"), [(True, [30, 60, 100]), (False, [])])
+def test_a_state_is_saved_when_its_time_has_come(
+    tmp_path, monkeypatch, is_primary, times
+):
+    now, saved = 0, []
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    context = runs.context(tmp_path, save_seconds=30, is_primary=is_primary)
+    for now in (10, 20, 30, 40, 60, 70, 80, 100):
+        context.step(functools.partial(saved.append, now))
+    assert saved == times
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(0, 6), (runs.NEVER, 0)])
+def test_a_run_saves_as_often_as_it_is_told(tmp_path, monkeypatch, seconds, number):
     saved = []
     monkeypatch.setattr(
         "t5x_fwdloss.analysis.store.saved_state.SavedState.save",
         lambda *args: saved.append(args),
     )
-    runs.run(tmp_path, measurements=MEASUREMENTS[:1])
-    assert not saved
+    runs.run(tmp_path, measurements=MEASUREMENTS[:1], save_seconds=seconds)
+    assert len(saved) == number
 
 
 def test_a_second_signal_is_not_held_back():

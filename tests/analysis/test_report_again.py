@@ -139,10 +139,6 @@ def truncated(folder):
     path.write_bytes(path.read_bytes()[:40])
 
 
-def without_unit(document):
-    del document["measurements"][2]["results"]["trace"]["unit"]
-
-
 def other_setting(document):
     document["measurements"][2]["settings"]["num_samples"] = 3
 
@@ -158,16 +154,14 @@ def other_setting(document):
         (truncated, "hessian_trace.npz must be whole and readable"),
         (unlink("hessian_trace.npz"), "hessian_trace.npz must be whole and readable"),
         (
-            lambda folder: changed(folder, lambda found: found.pop("model")),
-            "it has no model, so another version wrote it",
+            lambda folder: changed(folder, lambda found: found.pop("schema_version")),
+            "must have the schema_version of this version, 1: got none; another version",
         ),
         (
-            lambda folder: changed(folder, lambda found: found["model"].pop("sizes")),
-            "it has no model.sizes, so another version wrote it",
-        ),
-        (
-            lambda folder: changed(folder, without_unit),
-            "it has no measurements.trace of value, unit, error",
+            lambda folder: changed(
+                folder, lambda found: found.update(schema_version=2)
+            ),
+            "must have the schema_version of this version, 1: got 2; another version",
         ),
         (
             lambda folder: changed(folder, other_setting),

@@ -54,9 +54,7 @@ def measurements():
     return [
         DirectionalDerivatives(num_random=SEEDS, num_points=0),
         Eigenpairs(num_largest=3, num_smallest=1, max_steps=60),
-        Eigenpairs(
-            name="early", num_largest=1, num_smallest=0, max_steps=3, save_every=1
-        ),
+        Eigenpairs(name="early", num_largest=1, num_smallest=0, max_steps=3),
         Trace(**few, relative_error=1e-6),
         SpectralDensity(num_probes=2, num_steps=8),
         GroupTraces(groups=GROUPS, **few),

@@ -172,15 +172,20 @@ def test_a_run_killed_in_lanczos_ends_with_the_same_numbers(
 ):
     save = saved_state.SavedState.save
 
-    def save_and_die(self, state):
-        save(self, state)
-        raise Killed
+    count = 0
 
-    for _ in range(2):  # at the first saved state, and at the second
+    def save_and_die(self, state):
+        nonlocal count
+        save(self, state)
+        count += 1
+        if count % 4 == 0:
+            raise Killed
+
+    for _ in range(2):  # at the fourth saved state, and at the eighth
         with monkeypatch.context() as patch:
             patch.setattr(saved_state.SavedState, "save", save_and_die)
             with pytest.raises(Killed):
-                runs.run(tmp_path)
+                runs.run(tmp_path, save_seconds=0)
         assert not (tmp_path / "results.json").exists()
     products, multiply = [], MatrixProduct.__call__
 
@@ -203,7 +208,7 @@ def test_a_relative_output_folder_is_that_of_the_working_directory(
 ):
     # Runs long enough to save the state of Lanczos, which refuses relative paths.
     monkeypatch.chdir(tmp_path)
-    assert runs.run("here/analysis") == 0
+    assert runs.run("here/analysis", save_seconds=0) == 0
     assert numbers_of(tmp_path / "here" / "analysis") == numbers_of(finished_run)
 
 
@@ -220,7 +225,7 @@ def test_a_run_killed_among_the_probes_ends_with_the_same_numbers(
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_json", write_and_die)
         with pytest.raises(Killed):
-            runs.run(tmp_path)
+            runs.run(tmp_path, save_seconds=0)
     assert runs.run(tmp_path) == 0
     assert numbers_of(tmp_path) == numbers_of(finished_run)
 
@@ -237,7 +242,7 @@ def save_and_stop(self, state):
     save(self, state)
     os.kill(os.getpid(), int(sys.argv[2]))
 saved_state.SavedState.save = save_and_stop
-command = lambda: runs.run(sys.argv[1])
+command = lambda: runs.run(sys.argv[1], save_seconds=0)
 sys.exit(exit_status("analyze", lambda: command, command))
 """
 

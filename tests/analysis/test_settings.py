@@ -49,6 +49,7 @@ OTHERS = {
     "directions": ["gradient", 5, [5], [""], [None], None, {"gradient": 1}],
     "ranges": [5, "01", [5], [[0, "1"]], [[0, math.nan]], [[None, 1]], None],
     "effective_dimension_at": [0.1, "0.1", ["x"], [0], [-1.0], [math.nan], None],
+    "other_split": [5, "", " ", True, ["train"]],
     "chunk_lengths": [8, "8", ["8"], [0], [8.5], [True], None],
 }
 OUT_OF_RANGE = {

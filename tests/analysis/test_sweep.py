@@ -1,5 +1,6 @@
 """A sweep's files against single runs of its checkpoints, bit for bit."""
 
+import itertools
 import logging
 import math
 import os
@@ -12,28 +13,32 @@ import stops
 import tensorflow as tf
 from jax.flatten_util import ravel_pytree
 
-from t5x_fwdloss.analysis import Eigenpairs, Trace
+from t5x_fwdloss.analysis import Eigenpairs
 from t5x_fwdloss.analysis.numbers import result_from_json
 from t5x_fwdloss.analysis.store import files
 
 from . import runs, sweeps, toy
+
+# The figures of the finished sweep, by name.
+DRAWN = {}
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     model_dir = sweeps.model_folder(folder / "model")
-    assert sweeps.run(model_dir, folder / "out") == 0
+    assert sweeps.run(model_dir, folder / "out", drawn=DRAWN) == 0
     return model_dir, folder / "out"
 
 
 def test_every_step_has_the_numbers_of_a_single_run(finished, tmp_path):
     model_dir, out = finished
+    objective = runs.objective()
     for step in sweeps.STEPS:
         params, host = sweeps.load(model_dir / f"checkpoint_{step}")
         single = tmp_path / f"{step}"
         given = {"measurements": sweeps.measurements(), "host": host}
-        assert runs.run(single, params=params, **given) == 0
+        assert runs.run(single, params=params, objective=objective, **given) == 0
         assert sweeps.results(out / f"step_{step}") == sweeps.results(single)
 
 
@@ -60,6 +65,32 @@ def test_the_curves_are_the_numbers_of_the_steps(finished):
                     "converged": "converged",
                 }.items():
                     assert curve[column][number] == expected[key]
+
+
+def test_the_curves_are_drawn_with_their_errors_as_bands(finished):
+    _, out = finished
+    for measurement in sweeps.sweep_json(out)["measurements"]:
+        figure = DRAWN[f"sweep-{measurement['name']}"]
+        lines = [x for axis in figure.axes for x in axis.lines]
+        bands = [x for axis in figure.axes for x in axis.collections]
+        for name, curve in measurement["numbers"].items():
+            values = np.array(curve["values"], float)
+            errors = np.array([x or 0.0 for x in curve["errors"]])
+            found = [
+                x
+                for x in lines
+                if np.array_equal(x.get_ydata(), values, equal_nan=True)
+            ]
+            assert found, name
+            assert list(found[0].get_xdata()) == curve["steps"]
+            corners = np.concatenate([values - errors, values + errors])
+            drawn = [np.unique(x.get_paths()[0].vertices[:, 1]) for x in bands]
+            assert any(np.array_equal(x, np.unique(corners)) for x in drawn), name
+        assert any(np.any(x) for x in map(_errors, measurement["numbers"].values()))
+
+
+def _errors(curve):
+    return [x for x in curve["errors"] if x is not None]
 
 
 def test_events_have_every_number_at_its_step(finished):
@@ -100,6 +131,13 @@ def test_overlaps_are_those_of_dense_eigenvectors(finished):
         if x["end"] == "largest":
             np.testing.assert_allclose(x["overlap"], expected, atol=1e-4)
         assert x["num_vectors"] == [before.shape[1]] * 2
+        assert x["converged"] == all(
+            number["converged"]
+            for step in (x["earlier"], x["later"])
+            for entry in sweeps.results(out / f"step_{step}")
+            for name, number in entry["results"].items()
+            if re.fullmatch(rf"{x['end']}_\d+", name)
+        )
 
 
 def dense_spaces(step):
@@ -159,42 +197,41 @@ def test_finished_steps_are_not_restored_again(finished):
 
 def test_a_step_that_was_trained_again_is_refused(tmp_path):
     model_dir = sweeps.model_folder(tmp_path / "model", (1,))
-    assert sweeps.run(model_dir, tmp_path / "out") == 0
+    given = {"measurements": sweeps.FEW, "objective": runs.objective()}
+    assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
     os.utime(model_dir / "checkpoint_1", (1, 1))
-    assert sweeps.run(model_dir, tmp_path / "out") == 0  # copied, the same parameters
+    # Copied, with the same parameters.
+    assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
     os.utime(model_dir / "checkpoint_1", (2, 2))
 
     def load(path):
         return toy.parameters(9), sweeps.load(path)[1]
 
     with pytest.raises(ValueError, match="different run's results.*parameters"):
-        sweeps.run(model_dir, tmp_path / "out", load=load)
+        sweeps.run(model_dir, tmp_path / "out", load=load, **given)
 
 
 def test_a_sweep_that_is_stopped_resumes_with_the_same_bits(
     finished, tmp_path, monkeypatch
 ):
     model_dir, expected = finished
-    statuses, objective = [], runs.objective()
+    statuses, given = [], {"objective": runs.objective(), "steps": sweeps.STEPS[:2]}
     for number in range(60):
         with monkeypatch.context() as patch:
             stops.signal_at(9 + number % 3, patch.setattr)
-            statuses.append(
-                sweeps.run(model_dir, tmp_path / "out", objective=objective)
-            )
+            statuses.append(sweeps.run(model_dir, tmp_path / "out", **given))
         if statuses[-1] == 0:
             break
     assert statuses[-1] == 0
     assert set(statuses[:-1]) == {143}
     assert len(statuses) > 3
-    for step in sweeps.STEPS:
+    for step in sweeps.STEPS[:2]:
         folder = f"step_{step}"
         assert sweeps.results(tmp_path / "out" / folder) == sweeps.results(
             expected / folder
         )
     found, wanted = sweeps.sweep_json(tmp_path / "out"), sweeps.sweep_json(expected)
-    assert found["measurements"] == wanted["measurements"]
-    assert found["neighbors"] == wanted["neighbors"]
+    assert found["neighbors"] == [x for x in wanted["neighbors"] if x["later"] == 200]
     assert not (tmp_path / "out" / "vectors").exists()
 
 
@@ -209,7 +246,7 @@ def test_a_checkpoint_that_fails_does_not_stop_the_others(tmp_path):
             params = jax.tree.map(lambda x: x * np.nan, params)
         return params, host
 
-    given = {"measurements": [Trace(num_probes=4)]}
+    given = {"measurements": sweeps.FEW}
     assert sweeps.run(model_dir, tmp_path / "out", load=load, **given) == 1
     document = sweeps.sweep_json(tmp_path / "out")
     assert [x["status"] for x in document["steps"]] == ["failed", "failed", "finished"]
@@ -221,35 +258,34 @@ def test_a_checkpoint_that_fails_does_not_stop_the_others(tmp_path):
 
 def test_eigenvectors_that_are_not_kept_are_left_out_and_said(tmp_path):
     model_dir = sweeps.model_folder(tmp_path / "model", (1, 2))
-    given = {"measurements": [Eigenpairs(num_largest=1, num_smallest=0, max_steps=8)]}
+    given = {"measurements": [Eigenpairs(num_largest=1, num_smallest=0, max_steps=3)]}
     assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
     (model_dir / "checkpoint_3").mkdir()
     assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
     document = sweeps.sweep_json(tmp_path / "out")
     assert [(x["earlier"], x["later"]) for x in document["neighbors"]] == [(1, 2)]
+    assert not document["neighbors"][0]["converged"]  # three steps are too few
     (note,) = document["notes"]
     assert "between steps 2 and 3 is left out" in note
     assert note in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_saved_eigenvectors_are_compared_with_a_later_step(tmp_path):
-    model_dir = sweeps.model_folder(tmp_path / "model", (1,))
+@pytest.mark.parametrize("order", [(1, 2), (2, 1), (1, 3, 2)])
+def test_saved_eigenvectors_are_compared_with_a_step_of_another_call(tmp_path, order):
+    model_dir = sweeps.model_folder(tmp_path / "model", order[:-1])
     pairs = Eigenpairs(
         num_largest=1, num_smallest=0, max_steps=8, save_eigenvectors=True
     )
-    given = {"measurements": [pairs]}
+    given = {"measurements": [pairs], "objective": runs.objective()}
     assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
-    (model_dir / "checkpoint_2").mkdir()
+    sweeps.model_folder(model_dir, order[-1:])
     assert sweeps.run(model_dir, tmp_path / "out", **given) == 0
-    (x,) = sweeps.sweep_json(tmp_path / "out")["neighbors"]
-    first, second = (
-        np.linalg.eigh(
-            toy.dense_hessian(
-                toy.parameters(step),
-                toy.examples(),
-                toy.examples()["decoder_loss_weights"].sum(),
-            )
-        )[1][:, -1]
-        for step in (1, 2)
-    )
-    np.testing.assert_allclose(x["overlap"], (first @ second) ** 2, atol=1e-3)
+    found = sweeps.sweep_json(tmp_path / "out")["neighbors"]
+    # Of steps between which a third one was measured later, nothing is left.
+    expected = list(itertools.pairwise(sorted(order)))
+    assert [(x["earlier"], x["later"]) for x in found] == expected
+    for x in found:
+        first, second = (
+            dense_spaces(x[k])["largest"][:, -1] for k in ("earlier", "later")
+        )
+        np.testing.assert_allclose(x["overlap"], (first @ second) ** 2, atol=1e-3)

@@ -9,7 +9,7 @@ import time
 import jax
 import pytest
 
-from t5x_fwdloss.analysis import Eigenpairs, Trace
+from t5x_fwdloss.analysis import Eigenpairs
 from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.report.tables import spaced
 from t5x_fwdloss.analysis.sweep import page as sweep_page
@@ -17,7 +17,6 @@ from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 
 from . import runs, sweeps
 
-FEW = [Trace(num_probes=4)]
 OVER = {"follow": False, "train_steps": None}
 
 
@@ -76,19 +75,19 @@ def test_follow_needs_the_end_of_the_training(tmp_path):
     with pytest.raises(ValueError, match="got 30, and TRAIN_STEPS = 20"):
         checkpoint_steps.check(tmp_path / "m", [10, 30], train_steps=20, **given)
     with pytest.raises(ValueError, match="--follow must have CHECKPOINT_STEPS"):
-        checkpoint_steps.check_alone(follow=True)
+        checkpoint_steps.check(tmp_path / "m", None, train_steps=20, **given)
 
 
 def test_the_folder_of_another_sweep_or_run_is_refused(tmp_path):
     model_dir = sweeps.model_folder(tmp_path / "model", (1,))
-    assert sweeps.run(model_dir, tmp_path / "out", measurements=FEW) == 0
+    assert sweeps.run(model_dir, tmp_path / "out", measurements=sweeps.FEW) == 0
     with pytest.raises(ValueError, match="another one, which differs in seed"):
-        sweeps.run(model_dir, tmp_path / "out", measurements=FEW, seed=9)
+        sweeps.run(model_dir, tmp_path / "out", measurements=sweeps.FEW, seed=9)
     with pytest.raises(ValueError, match="output folder must be new or empty"):
-        runs.run(tmp_path / "out", measurements=FEW)
-    assert runs.run(tmp_path / "single", measurements=FEW) == 0
+        runs.run(tmp_path / "out", measurements=sweeps.FEW)
+    assert runs.run(tmp_path / "single", measurements=sweeps.FEW) == 0
     with pytest.raises(ValueError, match=r"config.gin.*and no sweep\.json"):
-        sweeps.run(model_dir, tmp_path / "single", measurements=FEW)
+        sweeps.run(model_dir, tmp_path / "single", measurements=sweeps.FEW)
 
 
 def test_a_sweep_follows_a_running_training(tmp_path):
@@ -105,6 +104,7 @@ def test_a_sweep_follows_a_running_training(tmp_path):
             while not done(step):
                 time.sleep(0.05)
         (model_dir / "checkpoint_1").rmdir()  # as a training that keeps few does
+        (model_dir / "checkpoint_4").mkdir()  # beyond the end
         unfinished.mkdir()
         time.sleep(1.5)
         waited.append(not done(3))
@@ -113,7 +113,7 @@ def test_a_sweep_follows_a_running_training(tmp_path):
     waited = []
     training = threading.Thread(target=train)
     training.start()
-    status = sweeps.run(model_dir, out, measurements=FEW, follow_until=3)
+    status = sweeps.run(model_dir, out, measurements=sweeps.FEW, follow_until=3)
     training.join()
     assert status == 0
     assert waited == [True]
@@ -126,7 +126,7 @@ def test_a_sweep_follows_a_running_training(tmp_path):
 def test_sigterm_ends_the_waiting(tmp_path, monkeypatch):
     model_dir = sweeps.model_folder(tmp_path / "model", (1,))
     monkeypatch.setattr(time, "sleep", lambda _: signal.raise_signal(signal.SIGTERM))
-    given = {"measurements": FEW, "follow_until": 2}
+    given = {"measurements": sweeps.FEW, "follow_until": 2}
     assert sweeps.run(model_dir, tmp_path / "out", **given) == 143
     assert sweeps.sweep_json(tmp_path / "out")["status"] == "unfinished"
 
@@ -164,10 +164,9 @@ def test_the_threshold_beside_the_eigenvalues(
     pairs = Eigenpairs(
         num_largest=1, num_smallest=0, max_steps=6, preconditioned=preconditioned
     )
-    given = {"measurements": [pairs], "load": loaded(optimizer)}
-    rate = lambda step: 1 / step
-    out = tmp_path / "out"
-    assert sweeps.run(model_dir, out, learning_rate=rate, **given) == 0
+    given = {"measurements": [pairs], "learning_rate": lambda step: 1 / step}
+    out, drawn, again = tmp_path / "out", {}, []
+    assert sweeps.run(model_dir, out, drawn=drawn, load=loaded(optimizer), **given) == 0
     document = sweeps.sweep_json(out)
     assert [x["learning_rate"] for x in document["steps"]] == [1 / 10, 1 / 20]
     documents = {
@@ -178,13 +177,32 @@ def test_the_threshold_beside_the_eigenvalues(
     assert sweep_page.thresholds(measurement, document, documents) == expected
     page = (out / "report.html").read_text()
     assert ("stable below" in page) == bool(expected)
+    lines = [
+        dict(zip(*x.get_data(), strict=True))
+        for axis in drawn["sweep-hessian_eigenpairs"].axes
+        for x in axis.lines
+        if x.get_label() == "threshold"
+    ]
+    assert lines == [expected] * bool(expected)
+
+    # Where the optimizer is part of the numbers it is read again.
+    def load(path):
+        again.append(sweeps.step_of(path))
+        return loaded(optimizer)(path)
+
+    assert sweeps.run(model_dir, out, load=load, **given) == 0
+    assert again == [10, 20] * preconditioned
 
 
 def test_the_page_has_a_table_beside_every_figure(tmp_path):
     model_dir = sweeps.model_folder(tmp_path / "model", (1, 2))
     assert sweeps.run(model_dir, tmp_path / "out") == 0
-    page = (tmp_path / "out" / "report.html").read_text()
     document = sweeps.sweep_json(tmp_path / "out")
+    documents = {
+        step: json.loads((tmp_path / "out" / f"step_{step}/results.json").read_text())
+        for step in (1, 2)
+    }
+    page = sweep_page.render(document, documents)  # with its figures
     for measurement in document["measurements"]:
         (section,) = re.findall(
             f"<section id='measurement-{measurement['name']}'>.*?</section>", page, re.S

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from . import two_processes
+from . import sweeps, two_processes
 
 # Two processes on two cores, on a machine that is busy.
 pytestmark = pytest.mark.timeout(900)
@@ -94,6 +94,33 @@ def test_one_process_knows_the_run_of_two_as_its_own(both):
 def test_what_is_spread_over_processes_is_touched_by_compiled_functions_only(both):
     for said in both[1]:
         assert said["one_by_one"] == []
+
+
+def test_a_sweep_of_two_processes_is_that_of_one(both, tmp_path):
+    folder, outputs = both
+    # Followed to its end, and finished before.
+    assert [said["sweep"] for said in outputs] == [[0, 0]] * 2
+    assert two_processes.sweep(tmp_path / "alone") == [0, 0]
+    together, alone = (
+        sweeps.sweep_json(folder.with_name(f"{name}_sweep"))
+        for folder, name in ((folder, folder.name), (tmp_path / "alone", "alone"))
+    )
+    for document in (together, alone):
+        assert [(x["step"], x["status"]) for x in document["steps"]] == [
+            (1, "finished"),
+            (2, "finished"),
+        ]
+    (measured,), (expected,) = (x["measurements"] for x in (together, alone))
+    for name, rel in (("largest_1", 1e-5), ("gradient_in_largest", 1e-3)):
+        found = measured["numbers"][name]
+        assert found["steps"] == [1, 2]
+        wanted = expected["numbers"][name]["values"]
+        assert found["values"] == pytest.approx(wanted, rel=rel)
+    overlaps = [
+        {x["end"]: x["overlap"] for x in document["neighbors"]}["largest"]
+        for document in (together, alone)
+    ]
+    assert overlaps[0] == pytest.approx(overlaps[1], rel=1e-4)
 
 
 def test_how_many_batches_are_linearized_is_agreed(both):

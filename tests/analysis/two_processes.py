@@ -3,8 +3,8 @@
     python -m tests.analysis.two_processes OUTPUT_DIR [ADDRESS COUNT INDEX [LEAVE_AT]]
 
 Alone without an address. Standard output has, as JSON, the operations that touched
-arrays of several processes and were no compiled function of this package. With LEAVE_AT
-two measurements only, and SIGTERM to the second process at that step (0: none).
+arrays of several processes and were no compiled function of this package, and the
+statuses of two calls of a sweep. With LEAVE_AT two measurements only, and SIGTERM to the second process at that step (0: none).
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import os
 import pathlib
 import re
 import sys
+import threading
+import time
 
 import jax
 import numpy as np
@@ -22,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis
 from t5x_fwdloss.analysis import optimizer
+from t5x_fwdloss.analysis.sweep import steps
 from t5x_fwdloss.curvature.products import linearized
 
 from . import toy
@@ -38,6 +41,7 @@ SMALL = {
     "num_rounds": 2,
 }
 LITTLE_MEMORY = 2000
+STEPS = (1, 2)
 
 
 def small(kind, /, **settings):
@@ -138,6 +142,47 @@ def run(output_dir, mesh=None, measurements=None, **settings):
     )
 
 
+def sweep(folder, mesh=None, index="0"):
+    """A sweep that follows a training, and the same again when the training has ended.
+
+    Only the first process sees the checkpoints: their listing in the second is another.
+    """
+    model_dir, out = pathlib.Path(f"{folder}_model"), pathlib.Path(f"{folder}_sweep")
+    first, second = (model_dir / f"checkpoint_{step}" for step in STEPS)
+
+    def train():
+        while not (out / "step_1" / "results.json").exists():
+            time.sleep(0.05)
+        second.mkdir()
+
+    def load(path):
+        step = int(path.rpartition("_")[2])
+        params = jax.tree.map(np.asarray, toy.parameters(step))
+        host = analysis.HostInfo(checkpoint=path, step=step, mesh=mesh)
+        return placed(mesh, params, spec), host
+
+    if index == "0":
+        first.mkdir(parents=True)
+        threading.Thread(target=train).start()
+    else:
+        steps.find = lambda path: {7: f"{path}/checkpoint_7"}
+        steps.finished = lambda _: []
+    batches = [
+        placed(mesh, batch, lambda _: PartitionSpec("data")) for batch in toy.batches(6)
+    ]
+    given = {
+        "measurements": [small("Eigenpairs", max_steps=9)],
+        "model_dir": model_dir,
+        "output_dir": out,
+        "poll_seconds": 1,
+    }
+    objective = analysis.Objective.from_model(toy.SoftmaxRegression(), batches)
+    return [
+        analysis.run_sweep(objective, load, steps="all", follow_until=2, **given),
+        analysis.run_sweep(objective, load, steps=STEPS, **given),
+    ]
+
+
 def watch():
     """A list that fills with operations of JAX that were issued one by one."""
     found: list[str] = []
@@ -169,13 +214,19 @@ def main(output_dir, address=None, count="1", index="0", leave_at=None):
         # Enough for some batches: what is kept must be agreed.
         linearized.free_bytes = lambda: LITTLE_MEMORY
     found = watch()
-    measurements = None
+    settings = {}
     if leave_at is not None:
         measurements = [small("Eigenpairs"), small("SpectralDensity")]
+        # As if their clocks differed: when to save must be agreed.
+        save_seconds = 0 if index == "0" else 10**6
+        settings = {"measurements": measurements, "save_seconds": save_seconds}
         if index == "1":
             stops.signal_at(int(leave_at))
-    status = run(output_dir, mesh, measurements)
-    sys.stdout.write("\n" + json.dumps({"one_by_one": found}) + "\n")
+    status = run(output_dir, mesh, **settings)
+    said = {"one_by_one": found}
+    if leave_at is None:
+        said["sweep"] = sweep(output_dir, mesh, index)
+    sys.stdout.write("\n" + json.dumps(said) + "\n")
     return status
 
 

@@ -44,9 +44,9 @@ def model(impl="custom_jvp", config=SIZES):
     )
 
 
-def batches(num=2):
+def batches(num=2, seed=0):
     """Batches of sequences of unequal length and weight."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     return [_batch(rng) for _ in range(num)]
 
 
@@ -101,14 +101,15 @@ def reference() -> Reference:
         return _reference()
 
 
-def loss(theta: np.ndarray) -> float:
-    """The loss at other parameters."""
+def loss(theta: np.ndarray, seed=0) -> float:
+    """The loss at other parameters, or over other batches."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-        return float(sum(share(theta, b, normalizer()) for b in batches()))
+        total = normalizer(seed=seed)
+        return float(sum(share(theta, b, total) for b in batches(seed=seed)))
 
 
-def normalizer(num=2) -> float:
-    return sum(b["decoder_loss_weights"].sum(dtype=float) for b in batches(num))
+def normalizer(num=2, seed=0) -> float:
+    return sum(b["decoder_loss_weights"].sum(dtype=float) for b in batches(num, seed))
 
 
 def group(prefix: str) -> np.ndarray:

@@ -76,7 +76,11 @@ def run(path, measurements, memory_budget=None, **fields) -> Run:
         return "<svg/>"
 
     given = {
-        "objective": Objective.from_model(dense.model(), dense.batches()),
+        "objective": Objective.from_model(
+            dense.model(),
+            dense.batches(),
+            load_batches=lambda split: dense.batches(seed=len(split)),
+        ),
         "params": dense.parameters(),
         "measurements": measurements,
         "seed": cells.SEED,

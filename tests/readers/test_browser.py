@@ -16,6 +16,7 @@ from tests.analysis import runs
 from . import browser
 
 WIDTHS = (800, 1400)
+PAPER = 680  # CSS pixels of A4 within its margins
 pytestmark = pytest.mark.skipif(
     browser.PATH is None, reason="there is no chromium on PATH"
 )
@@ -100,3 +101,34 @@ def test_a_page_is_black_on_white_on_paper_and_light_on_black_in_the_dark(
     assert max(colors["print"][1]) < 80
     assert max(colors["screen"][0]) < 80
     assert min(colors["screen"][1]) > 180
+
+
+# Lines that each number of a table is set in.
+LINES = """
+JSON.stringify([...document.querySelectorAll('td, th')].flatMap(cell => {
+  const found = [], walk = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode;
+    for (const match of node.data.matchAll(/[-\u2212]?\\d[\\d.,]*(e[-+]?\\d+)?/g)) {
+      const range = document.createRange();
+      range.setStart(node, match.index);
+      range.setEnd(node, match.index + match[0].length);
+      const tops = [...range.getClientRects()].map(x => Math.round(x.top));
+      found.push([match[0], new Set(tops).size]);
+    }
+  }
+  return found;
+}))
+"""
+
+
+@pytest.mark.parametrize("name", ["run", "comparison"])
+def test_on_paper_the_tables_fit_and_no_number_is_broken(page, pages, name):
+    page.open(pages[name], PAPER)
+    page.call("Emulation.setEmulatedMedia", media="print", features=[])
+    lines = json.loads(page.value(LINES))
+    width = page.value("document.scrollingElement.scrollWidth")
+    page.call("Emulation.setEmulatedMedia", media="", features=[])
+    assert len([x for x, _ in lines if "e-" in x]) > 3
+    assert [x for x, count in lines if count > 1] == []
+    assert width <= PAPER

@@ -12,6 +12,8 @@ from .test_figures import line
 
 ROUNDING = 2e-5
 NUM = 5
+# What `reading.run` draws the batches of the other split with.
+TRAIN = len("train")
 POINTS = [(0, 0), (1, 3), (2, 2), (4, 1), (4, 4)]
 
 
@@ -20,14 +22,17 @@ def run(tmp_path_factory):
     return reading.run(
         tmp_path_factory.mktemp("landscape") / "run",
         [
-            Landscape(num_points=NUM),
+            Landscape(num_points=NUM, other_split="train"),
             Landscape(
                 name="mixed",
                 directions=["preconditioned_gradient", "checkpoint:/models/other"],
                 num_points=NUM,
             ),
             Landscape(
-                name="line", directions=["checkpoint:/models/other"], num_points=9
+                name="line",
+                directions=["checkpoint:/models/other"],
+                num_points=9,
+                other_split="train",
             ),
         ],
     )
@@ -86,6 +91,9 @@ def test_the_plane_of_a_t5(run, truth, spanned, name):
     for i, j in POINTS:
         theta = truth.theta + places[0][i] * first + places[1][j] * second
         assert losses[i, j] == pytest.approx(dense.loss(theta), rel=ROUNDING)
+        if name == "landscape":
+            found = entry.arrays["on_train/losses"][i, j]
+            assert found == pytest.approx(dense.loss(theta, TRAIN), rel=ROUNDING)
     d = np.stack([first, second])
     slopes, matrix = d @ truth.gradient, d @ truth.matrices["hessian"] @ d.T
     lengths = np.linalg.norm(d, axis=1)
@@ -123,21 +131,29 @@ def test_the_place_of_a_checkpoint_on_a_plane(run, spanned):
     assert entry.value("checkpoint_0/loss") == pytest.approx(loss, rel=ROUNDING)
 
 
-def test_the_line_to_a_checkpoint(run, truth):
+@pytest.mark.parametrize(("where", "seed"), [("", 0), ("on_train/", TRAIN)])
+def test_the_line_to_a_checkpoint(run, truth, where, seed):
     entry, other = run["line"], dense.flat(dense.parameters(3))
-    places, losses = entry.arrays["coefficients_1"], entry.arrays["losses"]
+    places, losses = entry.arrays["coefficients_1"], entry.arrays[f"{where}losses"]
     assert places.tolist() == np.linspace(-0.5, 1.5, 9).tolist()
-    at = lambda a: dense.loss((1 - a) * truth.theta + a * other)
+    at = lambda a: dense.loss((1 - a) * truth.theta + a * other, seed)
     expected = [at(a) for a in places]
     np.testing.assert_allclose(losses, expected, rtol=ROUNDING)
     heights = [at(a) - (1 - a) * at(0) - a * at(1) for a in places if 0 <= a <= 1]
-    number = entry.number("barrier_height")
+    number = entry.number(f"{where}barrier_height")
     assert number["value"] == pytest.approx(max(heights), abs=ROUNDING * at(0))
     assert number["unit"] == "nat/token"
     assert "parabolas" in number["error_kind"]
     top = [a for a in places if 0 <= a <= 1][int(np.argmax(heights))]
-    assert entry.value("barrier_place") == top
-    assert entry.value("checkpoint_0/loss") == pytest.approx(at(1), rel=ROUNDING)
+    assert entry.value(f"{where}barrier_place") == top
+    assert entry.value(f"{where}loss") == pytest.approx(at(0), rel=ROUNDING)
+    found = entry.value(f"{where}checkpoint_0/loss")
+    assert found == pytest.approx(at(1), rel=ROUNDING)
+    found = (
+        entry.value(f"{where}smallest_loss"),
+        entry.value(f"{where}smallest_loss_place_1"),
+    )
+    assert found == (losses.min(), places[losses.argmin()])
     length = np.linalg.norm(other - truth.theta)
     assert entry.value("checkpoint_0/length") == pytest.approx(length, rel=ROUNDING)
 
@@ -152,11 +168,18 @@ def test_a_plot_of_a_line_draws_losses_model_and_accuracy(run):
     np.testing.assert_allclose(
         y, entry.value("loss") + slope * x + curvature * x**2 / 2
     )
-    x, y = line(left, "chord")
-    ends = [entry.value("loss"), entry.value("checkpoint_0/loss")]
-    assert (list(x), list(y)) == ([0, 1], ends)
-    (accuracy,) = [x for x in right.lines if len(x.get_xdata()) == 9]
-    np.testing.assert_array_equal(accuracy.get_ydata(), entry.arrays["accuracies"])
+    for where, words in (("", ""), ("on_train/", " on train")):
+        x, y = line(left, f"chord{words}")
+        ends = [entry.value(f"{where}{name}loss") for name in ("", "checkpoint_0/")]
+        assert (list(x), list(y)) == ([0, 1], ends)
+        for axis, array in ((left, "losses"), (right, "accuracies")):
+            x, y = line(axis, f"measured{words}")
+            np.testing.assert_array_equal(x, entry.arrays["coefficients_1"])
+            np.testing.assert_array_equal(y, entry.arrays[f"{where}{array}"])
+            legend = [text.get_text() for text in axis.get_legend().get_texts()]
+            assert f"measured{words}" in legend
+            low, high = axis.get_ylim()
+            assert low < y.min() <= y.max() < high
     assert "nat/token" in left.get_ylabel()
     assert left.get_xlabel() == "multiple of checkpoint 0"
 
@@ -177,7 +200,15 @@ def test_contours_go_where_the_arrays_have_their_level(run, name):
     entry = run[name]
     places = [entry.arrays[f"coefficients_{i}"] for i in (1, 2)]
     panels = [*run.axes(name, 1), *run.axes(name, 3)]
-    for axis, array in zip(panels, ("losses", "model", "accuracies"), strict=True):
+    arrays = ["losses", "model", "accuracies"]
+    if name == "landscape":
+        arrays = [*arrays[:2], "on_train/losses", arrays[2], "on_train/accuracies"]
+        assert [axis.get_title("left").partition(",")[0] for axis in panels[2:]] == [
+            "loss on train",
+            "share of tokens predicted",
+            "share of tokens predicted on train",
+        ]
+    for axis, array in zip(panels, arrays, strict=True):
         values = entry.arrays[array]
         # On the grid's lines the interpolation is linear.
         between = scipy.interpolate.RegularGridInterpolator(places, values)
@@ -190,7 +221,9 @@ def test_contours_go_where_the_arrays_have_their_level(run, name):
         assert [axis.get_xlabel(), axis.get_ylabel()] == labels
         marks = {x.get_label(): np.ravel(x.get_data()) for x in axis.lines}
         np.testing.assert_array_equal(marks["this checkpoint"], [0, 0])
-        lowest = [entry.value(f"smallest_loss_place_{i}") for i in (1, 2)]
+        split = array.rpartition("/")[0]
+        where = f"{split}/" if split else ""
+        lowest = [entry.value(f"{where}smallest_loss_place_{i}") for i in (1, 2)]
         np.testing.assert_array_equal(marks["smallest loss"], lowest)
         if name == "mixed":
             other = entry.arrays["marks"][1]

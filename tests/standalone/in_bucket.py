@@ -25,7 +25,6 @@ MEASUREMENTS = [
         num_largest=1,
         num_smallest=0,
         max_steps=4,
-        save_every=1,
         save_eigenvectors=True,
         group="decoder/decoder_norm/.*",
     ),

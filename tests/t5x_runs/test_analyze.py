@@ -13,6 +13,8 @@ pytestmark = [pytest.mark.t5x, pytest.mark.timeout(900)]
 RUN_FILE = "--gin_file=t5x_fwdloss/configs/runs/analyze.gin"
 EXAMPLE = "--gin_file=t5x_fwdloss/configs/examples/cmudict_analyze.gin"
 EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+# For a run whose machine code need not be fast: compiling takes most of its time.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def arguments(project, checkpoint, name, *more):
@@ -27,12 +29,20 @@ def arguments(project, checkpoint, name, *more):
     ]
 
 
+def line(checkpoint):
+    """The line to the first checkpoint, which depends on no batch."""
+    return [
+        f"--gin.Landscape.directions=['checkpoint:{checkpoint[:-2]}0']",
+        "--gin.Landscape.num_points=5",
+    ]
+
+
 @pytest.fixture(scope="module")
 def analyzed(project, checkpoint):
     """One checkpoint on one device, by the real command, and on eight."""
     few = [
         "--gin.MEASUREMENTS=[@DirectionalDerivatives(), @Trace(), "
-        "@LossComparison(), @Eigenpairs()]",
+        "@LossComparison(), @Eigenpairs(), @Landscape(), @plane/Landscape()]",
         "--gin.DirectionalDerivatives.num_random=1",
         "--gin.DirectionalDerivatives.along_preconditioned_gradient=True",
         f"--gin.DirectionalDerivatives.checkpoints=['{checkpoint[:-2]}0']",
@@ -46,6 +56,11 @@ def analyzed(project, checkpoint):
         "--gin.Eigenpairs.num_smallest=0",
         "--gin.Eigenpairs.max_steps=1",
         "--gin.LEARNING_RATE_FN=@utils.create_learning_rate_scheduler()",
+        *line(checkpoint),
+        "--gin.Landscape.other_split='train'",
+        "--gin.plane/Landscape.name='plane'",
+        "--gin.plane/Landscape.directions=['preconditioned_gradient', 'random:0']",
+        "--gin.plane/Landscape.num_points=3",
     ]
 
     # The folder of checkpoints, and what files of models that add parameters bind.
@@ -68,6 +83,36 @@ def analyzed(project, checkpoint):
         one = pool.submit(start, project.command, "one", {})
         eight = pool.submit(start, project.run, "eight", EIGHT, folder)
         return one.result(), eight.result()
+
+
+def test_another_split_has_the_numbers_of_a_run_on_it(project, checkpoint, analyzed):
+    done = project.run(
+        "t5x_fwdloss.analyze",
+        *arguments(project, checkpoint, "train", "--gin.SPLIT='train'"),
+        "--gin.MEASUREMENTS=[@Landscape()]",
+        *line(checkpoint),
+        **QUICK,
+    )
+    assert done.status == 0, done.log[-3000:]
+    there = json.loads((project.path / "train" / "results.json").read_text())
+    wanted, both = numbers(there), numbers(analyzed[0])
+    found = {
+        name: both["landscape", f"on_train/{name}"]
+        for _, name in wanted
+        if ("landscape", f"on_train/{name}") in both
+    }
+    assert {"loss", "accuracy", "barrier_height", "checkpoint_0/loss"} <= set(found)
+    for name, value in found.items():
+        assert value == pytest.approx(wanted["landscape", name], rel=1e-5, abs=1e-6)
+    assert both["landscape", "loss"] != pytest.approx(found["loss"], rel=1e-3)
+    other = analyzed[0]["fingerprint"]["other_batches"]
+    assert other == {"train": there["batches_hash"]}
+    arrays, alone = (
+        np.load(project.path / x / "landscape.npz") for x in ("one", "train")
+    )
+    for name in ("losses", "accuracies", "losses_at_marks"):
+        here = arrays[f"on_train/{name}"]
+        np.testing.assert_allclose(here, alone[name], rtol=1e-5)
 
 
 def numbers(results):
@@ -161,6 +206,13 @@ BAD_INPUT = {
     "too little data": (
         ["--gin.NUM_BATCHES=2000"],
         r"must give NUM_BATCHES = 2000 batches of BATCH_SIZE = 8: got \d+\.",
+    ),
+    "no such split": (
+        [
+            "--gin.MEASUREMENTS=[@Landscape()]",
+            "--gin.Landscape.other_split='nothing'",
+        ],
+        r"other_split must be a split that the run can read .*: got 'nothing'\. .*train",
     ),
     "reverse-mode loss": (
         ["--gin.LOSS_IMPL='custom_vjp'"],

@@ -7,6 +7,8 @@ import pytest
 pytestmark = [pytest.mark.t5x, pytest.mark.timeout(900)]
 
 EXAMPLE = "--gin_file=t5x_fwdloss/configs/examples/cmudict_analyze.gin"
+# Machine code need not be fast: compiling takes most of the time.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def test_a_sweep_measures_every_checkpoint_of_a_training(project, checkpoint):
@@ -28,6 +30,7 @@ def test_a_sweep_measures_every_checkpoint_of_a_training(project, checkpoint):
         "--gin.Eigenpairs.num_smallest=0",
         "--gin.Eigenpairs.max_steps=2",
         "--gin.LEARNING_RATE_FN=@utils.create_learning_rate_scheduler()",
+        **QUICK,
     )
     assert done.status == 0, done.log[-3000:]
     document = json.loads((project.path / "sweep" / "sweep.json").read_text())

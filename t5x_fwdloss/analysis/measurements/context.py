@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -12,18 +13,21 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import preemption
 from t5x_fwdloss.analysis.measurements.rounding import Rounding, setting_of
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import MeasurementResult
 from t5x_fwdloss.analysis.objective import matrices, preflight
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.analysis.optimizer import Preconditioner
 from t5x_fwdloss.analysis.report.plots import Plot
-from t5x_fwdloss.analysis.store import vector_store
+from t5x_fwdloss.analysis.store import multihost, vector_store
 from t5x_fwdloss.analysis.store.saved_state import SavedState
 from t5x_fwdloss.curvature.vectors import freed_memory, probes, trees
 from t5x_fwdloss.progress import Progress
 
 Estimate = TypeVar("Estimate")
+# Saving the vectors of a large model takes a minute; a killed run loses this much more.
+SAVE_SECONDS = 180
 
 
 @dataclasses.dataclass
@@ -42,6 +46,7 @@ class Context:
         load_preconditioner: loads the preconditioner of the checkpoint's optimizer.
         vectors_path: measurement name to the folder of its vectors.
         vectors: measurement name to the number of its vectors.
+        save_seconds: seconds between two saved states of a measurement.
         eigenvectors_dir: where eigenvectors are kept that a measurement does not save;
             None: nowhere.
         checks: the run's own checks of its products, before their use.
@@ -58,9 +63,13 @@ class Context:
     load_preconditioner: Callable[[], Preconditioner] | None = None
     vectors_path: Callable[[str], epath.Path] | None = None
     vectors: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    save_seconds: int = SAVE_SECONDS
     eigenvectors_dir: epath.Path | None = None
     checks: list[preflight.Check] = dataclasses.field(default_factory=list)
     _compared: set[tuple[str, int]] = dataclasses.field(default_factory=set, init=False)
+    _saved_at: float = dataclasses.field(
+        default_factory=lambda: time.monotonic(), init=False
+    )
     _gradient: PyTree | None = dataclasses.field(default=None, init=False)
     _preconditioner: Preconditioner | None = dataclasses.field(default=None, init=False)
     _linear: tuple[str, MatrixProduct] | None = dataclasses.field(
@@ -147,6 +156,11 @@ class Context:
         matrix, product = self._linear
         return self._products | {matrix: product.how}
 
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per device that the product used last keeps."""
+        return 0 if self._linear is None else self._linear[1].residual_bytes
+
     @functools.cached_property
     def rounding(self) -> Rounding:
         """The network's rounding, with the type that it multiplies in."""
@@ -192,19 +206,25 @@ class Context:
             self._compared.add((matrix, block_size))
         return product.stacked
 
-    def step(self, save: Callable[[], None] | None = None, *, due: bool = True) -> None:
+    def step(self, save: Callable[[], None] | None = None) -> None:
         """The end of one step, the same on every process: a place to save and leave.
+
+        It saves where `save_seconds` have passed since the run last saved or began, by
+        the clock of the process that writes, and where the run is told to stop.
 
         Args:
             save: saves the measurement's state; None: it starts over when resumed.
-            due: whether to save now, even without a signal to stop.
 
         Raises:
             Preempted: SIGTERM stopped the run; its state is saved.
         """
-        told = preemption.told()
+        waited = time.monotonic() - self._saved_at >= self.save_seconds
+        told, due = multihost.any_process(
+            preemption.signaled(), self.is_primary and waited
+        )
         if save is not None and (due or told):
             save()
+            self._saved_at = time.monotonic()
             freed_memory.give_back()
         if told:
             raise preemption.Preempted
@@ -220,7 +240,6 @@ class Context:
         total: int,
         estimate: Callable[..., Estimate],
         *,
-        save_every: int = 1,
         note: Callable[[Any], str] = lambda _: "",
     ) -> Estimate:
         """Runs an estimator, from its saved state if any; saves and shows its progress.
@@ -230,7 +249,6 @@ class Context:
             state_class: the class of the estimator's state; it has `num_products`.
             total: how many products it takes, at most.
             estimate: the estimator; called with `on_step` and `state`.
-            save_every: products between two saved states.
             note: a state's progress, in a few words.
 
         Returns:
@@ -245,7 +263,7 @@ class Context:
                 nonlocal done
                 progress.update(state.num_products - done, note(state))
                 done = state.num_products
-                self.step(lambda: saved.save(state), due=done % save_every == 0)
+                self.step(lambda: saved.save(state))
 
             return estimate(on_step=on_step, state=state)
 
@@ -282,8 +300,30 @@ class Measurement(Protocol):
         return ""
 
     @property
+    def other_splits(self) -> Sequence[str]:
+        """Splits of the data that it reads besides the run's own batches."""
+        return ()
+
+    @property
     def patterns_of_groups(self) -> Sequence[str]:
         """Regular expressions, each of which must match the path of a parameter."""
+        return ()
+
+    def work(self, params: PyTree) -> Work | None:
+        """What it takes at most, for the plan of a run; None: it is not planned.
+
+        Args:
+            params: the parameters, or their shapes.
+        """
+        del params
+        return None
+
+    def lighter(self) -> Sequence[tuple[str, "Measurement"]]:
+        """The same measurement with one setting changed so that it takes less memory.
+
+        Each comes with the setting, such as 'Trace.block_size = 1'; the numbers it
+        measures stay the same, up to their errors.
+        """
         return ()
 
     def check_settings(self, earlier: Sequence["Measurement"]) -> None:

@@ -25,6 +25,8 @@ from t5x_fwdloss.curvature.products.linearized import CompiledMap
 from t5x_fwdloss.loss_mixin import check_no_other_loss
 from t5x_fwdloss.losses import LossSettings
 
+LoadBatches = Callable[[str], Sequence[Mapping[str, Any]]]
+
 
 class Objective(SumOverBatches):
     """The loss over a fixed list of batches, with its derivatives and matrices.
@@ -107,6 +109,8 @@ class Objective(SumOverBatches):
         # Kept for the next checkpoint of a sweep: nothing is compiled twice.
         self._compiled_maps: dict[Any, CompiledMap] = {}
         self._with_losses: dict[Any, Objective] = {}
+        self._load_batches: LoadBatches | None = None
+        self._on_splits: dict[str, Objective] = {}
 
     @classmethod
     def from_model(
@@ -117,6 +121,7 @@ class Objective(SumOverBatches):
         num_microbatches: int = 1,
         dropout_seed: int | None = None,
         precision: str = "highest",
+        load_batches: LoadBatches | None = None,
     ) -> "Objective":
         """The training loss of a model that has `LossMixin`'s `loss_sum`.
 
@@ -126,6 +131,8 @@ class Objective(SumOverBatches):
             num_microbatches: pieces that every batch is cut into, to save memory.
             dropout_seed: one fixed dropout key per batch; None turns dropout off.
             precision: matmul precision of every derivative.
+            load_batches: the name of another split of the data to its batches; None:
+                there is no other.
 
         Raises:
             ValueError: the model has no loss of this package's, or another one besides
@@ -156,6 +163,7 @@ class Objective(SumOverBatches):
             counted=counted,
         )
         objective.model = model
+        objective._load_batches = load_batches
         return objective
 
     @classmethod
@@ -205,6 +213,37 @@ class Objective(SumOverBatches):
             precision=precision,
             counted=any_loss.counted,
         )
+
+    def on_split(self, split: str) -> "Objective":
+        """The same loss over the batches of another split, which are read once.
+
+        Args:
+            split: its name.
+
+        Raises:
+            ValueError: it cannot be read.
+        """
+        if split not in self._on_splits:
+            if self._load_batches is None:
+                raise ValueError(
+                    f"other_split needs a run that can read other splits of its data: "
+                    f"got {split!r}, and this one cannot."
+                )
+            try:
+                batches = self._load_batches(split)
+            except ValueError as error:
+                raise ValueError(
+                    "other_split must be a split that the run can read as it reads its "
+                    f"own: got {split!r}. {error}"
+                ) from error
+            self._on_splits[split] = Objective.from_model(
+                self.model,
+                batches,
+                num_microbatches=self.num_microbatches,
+                dropout_seed=self.dropout_seed,
+                precision=self.precision,
+            )
+        return self._on_splits[split]
 
     def with_model(self, model: Any) -> "Objective":
         """The same batches under another model, such as the same with another loss."""
@@ -297,17 +336,11 @@ class Objective(SumOverBatches):
 
         A matrix that the objective does not have raises `ValueError`.
         """
-        self.check_matrix(matrix)
-        layout = parameters.shardings(params)
-        key = matrix, tuple(jax.tree.leaves(layout))
-        if key not in self._compiled_maps:
-            linear_map = self._linear_maps[matrix]
-            self._compiled_maps[key] = in_layout(linear_map, layout)
         return MatrixProduct(
             matrices.WORDS[matrix],
-            self._compiled_maps[key],
+            self.linear_map(matrix, params),
             parameters.widened(params),
-            list(self._pairs()),
+            list(self.pairs()),
             num_microbatches=self.num_microbatches,
             precision=self.precision,
             memory_budget=memory_budget,
@@ -315,6 +348,23 @@ class Objective(SumOverBatches):
             is_semidefinite=self._semidefinite(matrix, params),
             rounding=lambda: self.tolerance(params),
         )
+
+    def linear_map(self, matrix: str, params: PyTree) -> CompiledMap:
+        """The compiled functions of the product with a matrix, the same in every call.
+
+        Args:
+            matrix: its name in `matrices.WORDS`.
+            params: parameters, or their shapes, whose shardings the products have.
+
+        A matrix that the objective does not have raises `ValueError`.
+        """
+        self.check_matrix(matrix)
+        layout = parameters.shardings(params)
+        key = matrix, tuple(jax.tree.leaves(layout))
+        if key not in self._compiled_maps:
+            linear_map = self._linear_maps[matrix]
+            self._compiled_maps[key] = in_layout(linear_map, layout)
+        return self._compiled_maps[key]
 
     def _semidefinite(self, matrix, params):
         """Whether the matrix must be so, to be called; None where any sign is right."""

@@ -82,14 +82,27 @@ class MatrixProduct:
         """How many (micro)batches are linearized, their memory, and why not folded."""
         records = self._product.batches
         parts = "batches" if self._num_microbatches == 1 else "microbatches"
-        kept = sum(record.residual_bytes for record in records if record.linearized)
         sentence = (
             f"{self._product.num_linearized} of {len(records)} {parts} linearized, "
-            f"{kept / 2**20:.1f} MiB per device"
+            f"{self.residual_bytes / 2**20:.1f} MiB per device"
         )
         if self._product.num_linearized and self._product.folding != FOLDED:
             sentence += f", {self._product.folding}"
         return sentence
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes per device that linearized batches keep."""
+        return self._product.residual_bytes
+
+    def temporary_bytes(self, v: PyTree) -> int:
+        """Bytes per device that come and go in a product with one vector.
+
+        Args:
+            v: a vector that was multiplied before: then nothing is compiled.
+        """
+        with jax.default_matmul_precision(self._precision):
+            return self._product.temporary_bytes(v)
 
     def __call__(self, v: PyTree) -> PyTree:
         """The product with one vector; `ValueError` for one of other shapes."""

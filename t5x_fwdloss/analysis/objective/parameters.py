@@ -16,7 +16,7 @@ NUM_NAMED = 3  # leaves that an error message names
 def widened(params: PyTree) -> PyTree:
     """The parameters with floating-point leaves in float32, or wider where they are.
 
-    Integer and boolean leaves are kept: no derivative is taken with respect to them.
+    Shapes alone stay shapes. Integer and boolean leaves are kept: no derivative is taken with respect to them.
     """
     return jax.tree.map(_widened, params)
 
@@ -27,6 +27,12 @@ def placed(params: PyTree) -> PyTree:
     JAX compiles a function of them and of vectors, which are bound, only once then.
     """
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), params)
+
+
+def on_one_device(shapes: PyTree) -> PyTree:
+    """Shapes of parameters as `placed` has them where there is no mesh."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -53,11 +59,14 @@ def replicated(params: PyTree) -> NamedSharding | None:
 
 
 def _widened(x):
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=dtype)
+    return x.astype(dtype)
 
 
 def shape_and_kind(leaf: Any) -> Any:

@@ -31,8 +31,10 @@ class Programs:
         """
         return self._precise(self._jitted(name, function, layout))
 
-    def traced(self, name: str, function: Callable[..., Any], layout: Any, *args: Any):
-        """The jaxpr of the function, which a later call with like arguments compiles.
+    def traced(
+        self, name: str, function: Callable[..., Any], layout: Any, *args: Any
+    ) -> jax.stages.Traced:
+        """The trace of the function, which a later call with like arguments compiles.
 
         Args:
             name: name of its result, as for `compiled`.
@@ -41,7 +43,7 @@ class Programs:
             *args: arguments.
         """
         jitted = self._jitted(name, function, layout)
-        return self._precise(jitted.trace)(*args).jaxpr
+        return self._precise(jitted.trace)(*args)
 
     def _jitted(self, name, function, layout):
         key = (name, tuple(jax.tree.leaves(layout)))

@@ -11,7 +11,7 @@ on the host in float64.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -175,7 +175,7 @@ class SumOverBatches:
             "the gradient", gradient(self.batch_loss), layout
         )
         wide = parameters.widened(params)
-        parts = lambda: (program(wide, *pair) for pair in self._pairs())
+        parts = lambda: (program(wide, *pair) for pair in self.pairs())
         total = summed(parts())
         check_vector("the gradient", total, parts, self.num_microbatches)
         return total
@@ -229,10 +229,20 @@ class SumOverBatches:
             "the jvp",
             directional_derivative(self.batch_loss),
             parameters.replicated(params),
-            *(params, trees.float_part(params), *next(self._pairs())),
+            *(params, trees.float_part(params), *next(self.pairs())),
+        ).jaxpr
+
+    def traced_gradient(self, params: PyTree) -> jax.stages.Traced:
+        """The gradient of the first batch, traced, as `gradient` compiles it."""
+        return self._programs.traced(
+            "the gradient",
+            gradient(self.batch_loss),
+            parameters.shardings(params),
+            *(parameters.widened(params), *next(self.pairs())),
         )
 
-    def _pairs(self):
+    def pairs(self) -> Iterator[tuple[Any, Any, int]]:
+        """The arguments after the parameters and vectors, batch by batch."""
         return zip(self.batches, self._keys, range(len(self.batches)), strict=True)
 
     def _scalars(self, name, function, params, *directions):
@@ -241,6 +251,6 @@ class SumOverBatches:
         params = parameters.widened(params)
         found = [
             in_flight.limited(number, program(params, *directions, *pair))
-            for number, pair in enumerate(self._pairs())
+            for number, pair in enumerate(self.pairs())
         ]
         return jax.device_get(found)

@@ -77,6 +77,7 @@ caption, .unseen {
   .wide { overflow: visible; }
   table { font-size: .8rem; }
   th, td { white-space: normal; overflow-wrap: anywhere; padding-right: .5rem; }
+  td.n, td.e { white-space: nowrap; } td.n .small { white-space: normal; }
   tbody th, td:first-child { min-width: 7rem; }
 }
 """

@@ -1,32 +1,17 @@
 """A run that has ended, as its folder has it; read without a device or a lock."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from etils import epath
 
-from t5x_fwdloss.analysis.numbers import MeasurementResult, Number, result_from_json
+from t5x_fwdloss.analysis.numbers import MeasurementResult, result_from_json
 from t5x_fwdloss.analysis.store import files, records
 
-# The parts of `results.json` that its readers need, by the part that holds them.
-FORM = {
-    "": (
-        *("status", "checkpoint", "step", "task", "seed", "loss", "normalizer"),
-        *("num_tokens", "num_batches", "batch_shapes", "batches_hash", "dropout_seed"),
-        *("matmul_precision", "activation_dtype", "parameters_checksum", "loss_value"),
-        *("optimizer", "num_parameters", "parameters_left_out", "environment"),
-        *("products", "preflight", "measurements", "model", "seconds", "training"),
-    ),
-    "normalizer": ("kind", "W", "unit", "words"),
-    "model": ("class", "sizes", "parameter_dtypes"),
-    "environment": (
-        *("versions", "python", "commit", "device_kind", "num_devices"),
-        *("num_processes", "mesh", "time"),
-    ),
-}
-OF_FINISHED = ("kind", "settings", "notes", "seconds", "results", "arrays_sha256")
-OF_NUMBER = tuple(field.name for field in dataclasses.fields(Number))
+# Of `results.json`: counted up with each change of its members, so that a reader of
+# another version need not guess them.
+SCHEMA_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,34 +88,10 @@ def _document(path) -> dict[str, Any]:
             f"{path} must be the folder of a run that has finished: {state}."
         )
     document = records.read(results)
-    missing = _missing(document)
-    if missing:
+    found = document.get("schema_version", "none")
+    if found != SCHEMA_VERSION:
         raise files.StorageError(
-            f"{results} must have the form that this version writes: it has no "
-            f"{missing}, so another version wrote it, whose report is left as it is."
+            f"{results} must have the schema_version of this version, {SCHEMA_VERSION}: "
+            f"got {found}; another version wrote it, whose report is left as it is."
         )
     return document
-
-
-def _missing(document) -> str:
-    """The first part that a reader needs and the document lacks; '' for none."""
-    for part, names in FORM.items():
-        lacking = _first(names, document[part] if part else document)
-        if lacking:
-            return f"{part}.{lacking}".lstrip(".")
-    for entry in document["measurements"]:
-        status = entry.get("status")
-        wanted = OF_FINISHED if status == "finished" else ("status", "reason")
-        lacking = _first(("name", *wanted), entry)
-        for name, number in entry.get("results", {}).items():
-            if not lacking and set(number) != set(OF_NUMBER):
-                lacking = f"{name} of {', '.join(OF_NUMBER)}"
-        if lacking:
-            return f"measurements.{lacking}"
-    return ""
-
-
-def _first(names, found) -> str:
-    if not isinstance(found, Mapping):
-        return names[0]
-    return next((name for name in names if name not in found), "")

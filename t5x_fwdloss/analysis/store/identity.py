@@ -40,6 +40,8 @@ def of_settings(
         checkpoint: path of the checkpoint.
         step: its training step.
         other_checkpoints: path to checksum of the other checkpoints that are read.
+
+    Another split that the run cannot read raises `ValueError`.
     """
     found = {
         "checkpoint": checkpoint,
@@ -54,6 +56,11 @@ def of_settings(
             {"kind": type(m).__name__, **dataclasses.asdict(m)} for m in measurements
         ],
     }
+    splits = [split for m in measurements for split in m.other_splits]
+    if splits:
+        found["other_batches"] = {
+            split: objective.on_split(split).batches_hash for split in splits
+        }
     if other_checkpoints:
         found["other_checkpoints"] = dict(other_checkpoints)
     return found

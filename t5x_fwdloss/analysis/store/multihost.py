@@ -55,11 +55,12 @@ def least(value: float) -> int:
     return int(multihost_utils.process_allgather(np.float32(value)).min())
 
 
-def any_process(flag: bool) -> bool:
-    """Whether the flag is set in one process or more."""
+def any_process(*flags: bool) -> list[bool]:
+    """For each flag, whether it is set in one process or more."""
     if jax.process_count() == 1:
-        return flag
-    return bool(multihost_utils.process_allgather(np.int32(flag)).any())
+        return list(flags)
+    found = multihost_utils.process_allgather(np.asarray(flags, np.int32))
+    return found.any(axis=0).tolist()
 
 
 def wait(name: str) -> None:

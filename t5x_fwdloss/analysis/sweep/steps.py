@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.store import files
+from t5x_fwdloss.analysis.store import files, multihost
 
 ALL = "all"
 _EVERY = re.compile(r"every ([1-9]\d{0,17})")
@@ -34,7 +35,7 @@ def check(
 
     Args:
         path: the model folder.
-        chosen: the value of `CHECKPOINT_STEPS`.
+        chosen: the value of `CHECKPOINT_STEPS`; None: there is no sweep.
         follow: whether to wait for further checkpoints.
         train_steps: the step at which the training ends; None: unknown.
         output_dir: the folder of the sweep, whose finished steps need no checkpoint.
@@ -42,6 +43,13 @@ def check(
     Raises:
         ValueError: in one sentence.
     """
+    if chosen is None:
+        if follow:
+            raise ValueError(
+                "--follow must have CHECKPOINT_STEPS, the checkpoints to measure: got "
+                "None; set --gin.CHECKPOINT_STEPS=\"'all'\"."
+            )
+        return
     settings.check("CHECKPOINT_STEPS", chosen, CheckpointSteps)
     settings.check("CHECKPOINT_PATH", path, settings.Path)
     if follow and train_steps is None:
@@ -57,13 +65,20 @@ def check(
             f"them: got {shown(beyond)}, and TRAIN_STEPS = {train_steps}."
         )
     folder = files.user_path(path)
-    there = folder.exists()
-    if re.fullmatch(r"checkpoint_\d+", folder.name) or (there and not folder.is_dir()):
+
+    def look():
+        there = folder.exists()
+        steps = sorted({*find(path), *finished(output_dir)})
+        return there, there and not folder.is_dir(), steps
+
+    # Another process may see another content of the folder, and would end alone.
+    is_primary = jax.process_index() == 0
+    there, is_file, found = multihost.from_primary_doing(is_primary, look)
+    if re.fullmatch(r"checkpoint_\d+", folder.name) or is_file:
         raise ValueError(
             "CHECKPOINT_PATH must be a model folder, which holds folders "
             f"checkpoint_<step>, where CHECKPOINT_STEPS is given: got {folder}."
         )
-    found = sorted({*find(path), *finished(output_dir)})
     if not found and not follow:
         raise ValueError(
             "CHECKPOINT_PATH must be a model folder, which holds folders "
@@ -72,22 +87,6 @@ def check(
         )
     if not follow:
         select(chosen, found, str(folder))
-
-
-def check_alone(*, follow: bool) -> None:
-    """Reject `--follow` for the analysis of one checkpoint.
-
-    Args:
-        follow: whether to wait for further checkpoints.
-
-    Raises:
-        ValueError: it is given.
-    """
-    if follow:
-        raise ValueError(
-            "--follow must have CHECKPOINT_STEPS, the checkpoints to measure: got None; "
-            "set --gin.CHECKPOINT_STEPS=\"'all'\"."
-        )
 
 
 def select(

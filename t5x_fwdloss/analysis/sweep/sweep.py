@@ -10,10 +10,8 @@ with them.
 
 import contextlib
 import gc
-import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,9 +23,8 @@ from jaxtyping import PyTree
 from t5x_fwdloss.analysis import measurement_list, preemption
 from t5x_fwdloss.analysis import optimizer as optimizer_lib
 from t5x_fwdloss.analysis import settings as settings_lib
-from t5x_fwdloss.analysis.measurements.of_matrix.eigenpairs import Eigenpairs
+from t5x_fwdloss.analysis.measurements.context import SAVE_SECONDS
 from t5x_fwdloss.analysis.numbers import to_json
-from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.objective.function import Objective
 from t5x_fwdloss.analysis.objective.preflight import PreflightError
@@ -40,21 +37,16 @@ from t5x_fwdloss.analysis.store import (
     lock,
     multihost,
     records,
-    vector_store,
 )
 from t5x_fwdloss.analysis.store.folder import RunFolder
 from t5x_fwdloss.analysis.sweep import curves as sweep_curves
 from t5x_fwdloss.analysis.sweep import page as sweep_page
 from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
-from t5x_fwdloss.curvature.vectors import directions, freed_memory, probes
+from t5x_fwdloss.analysis.sweep.eigenspaces import Neighbors
+from t5x_fwdloss.curvature.vectors import freed_memory
 
 SCHEMA = 1
 POLL_SECONDS = 30
-NO_VECTORS = (
-    "The overlap of {name} between steps {earlier} and {later} is left out: the "
-    "eigenvectors of one of them are not kept. Eigenpairs.save_eigenvectors = True keeps "
-    "them."
-)
 # Path of a checkpoint to its parameters and the host's information about it.
 Load = Callable[[str], tuple[PyTree, HostInfo]]
 
@@ -70,6 +62,8 @@ def run_sweep(
     seed: settings_lib.Seed = 0,
     memory_budget: settings_lib.Bytes | None = None,
     fold: bool = True,
+    save_seconds: settings_lib.Count = SAVE_SECONDS,
+    device_memory: settings_lib.Bytes | None = None,
     learning_rate: optimizer_lib.LearningRate | None = None,
     follow_until: settings_lib.Count | None = None,
     is_primary: bool | None = None,
@@ -92,6 +86,8 @@ def run_sweep(
         seed: as of `run_analysis`.
         memory_budget: as of `run_analysis`.
         fold: as of `run_analysis`.
+        save_seconds: as of `run_analysis`.
+        device_memory: as of `run_analysis`.
         learning_rate: the training's learning rate or its schedule.
         follow_until: wait for further checkpoints until one of this step is there; None:
             measure those that are there.
@@ -130,6 +126,8 @@ def run_sweep(
             host=host,
             memory_budget=memory_budget,
             fold=fold,
+            save_seconds=save_seconds,
+            device_memory=device_memory,
             eigenvectors_dir=vectors,
         )
         return params, status
@@ -166,8 +164,7 @@ class _Sweep:
         self._failures: dict[int, Exception] = {}
         self._times: dict[int, int | None] = {}
         self._recorded_times: dict[int, int | None] = {}
-        self._neighbors: dict[tuple[str, str, int, int], dict[str, Any]] = {}
-        self._notes: dict[str, None] = {}
+        self._neighbors = Neighbors(measurements, self._path, is_primary=primary)
         self._ended = False
 
     @contextlib.contextmanager
@@ -236,11 +233,11 @@ class _Sweep:
         path, folder = self._paths[step], self._path / f"step_{step}"
         time_of = self._time(step)
         try:
-            params, status = self._analyze(path, folder, self._vectors(step))
+            params, status = self._analyze(path, folder, self._neighbors.vectors(step))
             if status == preemption.STATUS:
                 return status
             self._documents[step] = self._document(folder)
-            self._compare(step, params)
+            self._neighbors.compare(step, self._documents, params)
             del params
         except (files.StorageError, NonFiniteLossError, PreflightError) as error:
             logging.error("Step %d was not measured: %s", step, error)
@@ -285,91 +282,11 @@ class _Sweep:
         path = RunFolder(folder, self._primary).results_path
         return multihost.from_primary_doing(self._primary, lambda: records.read(path))
 
-    def _vectors(self, step: int):
-        return self._path / "vectors" / f"step_{step}"
-
-    def _compare(self, step: int, params: PyTree) -> None:
-        """The overlaps of eigenspaces with the step before, which then is let go."""
-        before = [n for n in self._steps() if n < step and n in self._documents]
-        if before:
-            like = probes.random_like(0, parameters.placed(parameters.widened(params)))
-            for measurement in self._measurements:
-                if isinstance(measurement, Eigenpairs):
-                    self._compare_pairs(measurement, before[-1], step, like)
-        if self._primary and before:
-            files.remove(self._vectors(before[-1]))
-
-    def _compare_pairs(self, measurement, earlier: int, later: int, like) -> None:
-        name = measurement.name
-        before = self._spaces(measurement, earlier, like)
-        here = self._spaces(measurement, later, like)
-        if before is None or here is None:
-            if all((name, e, earlier, later) not in self._neighbors for e in _ENDS):
-                words = NO_VECTORS.format(name=name, earlier=earlier, later=later)
-                self._notes[words] = None
-            return
-        for end in _ENDS:
-            first, second = before.get(end, []), here.get(end, [])
-            if first and second:
-                self._neighbors[name, end, earlier, later] = {
-                    "measurement": name,
-                    "end": end,
-                    "earlier": earlier,
-                    "later": later,
-                    "overlap": directions.subspace_overlap(first, second),
-                    "num_vectors": [len(first), len(second)],
-                    "converged": all(
-                        number["converged"]
-                        for n in (earlier, later)
-                        for label, number in self._pairs(name, n).items()
-                        if label.startswith(end)
-                    ),
-                }
-
-    def _spaces(self, measurement, step: int, like) -> dict[str, list[PyTree]] | None:
-        """The eigenvectors of each end; None where they are not kept."""
-        name = measurement.name
-        if self._entry(name, step) is None:
-            return None
-        path = self._vectors(step) / name
-        if measurement.save_eigenvectors:
-            path = RunFolder(self._path / f"step_{step}", self._primary).vectors_path(
-                name
-            )
-        index = path / vector_store.INDEX
-        if not multihost.from_primary_doing(self._primary, index.exists):
-            return None
-        found: dict[str, list[PyTree]] = {}
-        for number, label in enumerate(self._pairs(name, step)):
-            vector = vector_store.restore_one(
-                path, number, like, is_primary=self._primary
-            )
-            found.setdefault(label.partition("_")[0], []).append(vector)
-        return found
-
-    def _entry(self, name: str, step: int) -> dict[str, Any] | None:
-        for entry in self._documents[step]["measurements"]:
-            if entry["name"] == name and entry["status"] == "finished":
-                return entry
-        return None
-
-    def _pairs(self, name: str, step: int) -> dict[str, dict[str, Any]]:
-        """The eigenvalues, in the order of their vectors."""
-        entry = self._entry(name, step) or {"results": {}}
-        is_pair = re.compile(r"(largest|smallest)_\d+").fullmatch
-        return {label: x for label, x in entry["results"].items() if is_pair(label)}
-
     def _document_of_sweep(self) -> dict[str, Any]:
         steps = self._steps()
         states = {n: self._state(n) for n in steps}
         failed = "failed" in states.values()
         status = ("failed" if failed else "finished") if self._ended else "unfinished"
-        neighbors = [
-            x
-            for _, x in sorted(self._neighbors.items(), key=lambda x: x[0][2:])
-            if x["later"] in self._documents
-            and (x["earlier"], x["later"]) in set(itertools.pairwise(steps))
-        ]
         return {
             "schema": SCHEMA,
             "status": status,
@@ -389,8 +306,8 @@ class _Sweep:
             "measurements": sweep_curves.curves(
                 {n: self._documents[n] for n in steps if n in self._documents}
             ),
-            "neighbors": neighbors,
-            "notes": list(self._notes),
+            "neighbors": self._neighbors.entries(steps, self._documents),
+            "notes": list(self._neighbors.notes),
         }
 
     def _state(self, step: int) -> str:
@@ -448,10 +365,7 @@ class _Sweep:
             return
         for x in found["steps"]:
             self._recorded_times[x["step"]] = x["checkpoint_time"]
-        for x in found["neighbors"]:
-            key = x["measurement"], x["end"], x["earlier"], x["later"]
-            self._neighbors[key] = x
-        self._notes = dict.fromkeys(found["notes"])
+        self._neighbors.restore(found)
 
     def _stopped(self) -> int:
         logging.error(
@@ -467,13 +381,10 @@ class _Sweep:
         self._ended = True
         self._write()
         states = {n: self._state(n) for n in self._steps()}
+        self._neighbors.forget_vectors()
         if self._primary:
-            files.remove(self._path / "vectors")
             print_line(f"Sweep over {len(states)} steps: {self._path / 'report.html'}")
         return int("failed" in states.values())
-
-
-_ENDS = ("largest", "smallest")
 
 
 def _reason(error: Exception | None) -> str | None:

@@ -266,6 +266,8 @@ def hutchinson_trace(
         for number, (probe, product) in enumerate(pairs):
             name = f"Hutchinson probe {first + number}"
             taken.append(checked_inner(probe, product, name))
+            del probe, product
+        del pairs  # or they would be there beside the next ones
         if on_step is not None:
             on_step(state)
     return summary()

@@ -167,6 +167,8 @@ def probe_estimates(
         )
         for number, (probe, product) in enumerate(pairs):
             _add(state, probe, product, f"Hutchinson probe {taken + number}")
+            del probe, product
+        del pairs  # or they would be there beside the next ones
         if on_step is not None:
             on_step(state)
     leaf_samples = np.array(state.leaf_samples)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from t5x_fwdloss.curvature.products import derivatives, folding
-from t5x_fwdloss.curvature.vectors import in_flight, trees
+from t5x_fwdloss.curvature.vectors import in_flight, layout, trees
 
 # The fraction of free memory that residuals may take if no budget is given.
 SHARE = 0.5
@@ -182,14 +182,14 @@ class AmortizedProduct:
         linearize = self._map.linearized(fold, self._params, *args)
         analysis = linearize.memory_analysis()
         need = int(getattr(analysis, "output_size_in_bytes", 0))
-        used = sum(record.residual_bytes for record in records if record.linearized)
-        fits = used + need <= self._budget
+        used = sum(x.residual_bytes for x in records if x.linearized)
+        kept = fits(need, used, self._budget)
         sentence = (
             f"residuals of {need} bytes, {used} already held, "
             f"budget {self._budget} bytes"
         )
-        found = linearize(self._params, *args) if fits else None
-        return found, BatchRecord(fits, need, sentence)
+        found = linearize(self._params, *args) if kept else None
+        return found, BatchRecord(kept, need, sentence)
 
     def _say_why(self, error):
         first_line = str(error).partition("\n")[0]
@@ -200,6 +200,29 @@ class AmortizedProduct:
     def num_linearized(self) -> int:
         """How many batches are linearized."""
         return sum(record.linearized for record in self.batches)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes on each device of the residuals that are kept."""
+        return sum(x.residual_bytes for x in self.batches if x.linearized)
+
+    def temporary_bytes(self, v: PyTree) -> int:
+        """Bytes on each device that come and go in a product with one vector.
+
+        Args:
+          v: A vector that was multiplied before: then nothing is compiled.
+
+        Returns:
+          The largest of the batches' functions, by the compiler's count.
+        """
+        functions = [
+            self._map.one.direct.lower(self._params, v, *args)
+            if residuals is None
+            else self._map.one.apply.lower(residuals, self._params, v, *args)
+            for residuals, args in zip(self._residuals, self._args, strict=True)
+        ]
+        sizes = [function.compile().memory_analysis() for function in functions]
+        return max(getattr(x, "temp_size_in_bytes", 0) for x in sizes)
 
     def parts(
         self, v: PyTree, *, stacked: bool = False, params: PyTree | None = None
@@ -298,6 +321,21 @@ class CompiledMap:
             self._compiled[key] = jax.jit(linearize).lower(*args).compile()
         return self._compiled[key]
 
+    def residuals(self, fold: bool, *args: PyTree) -> PyTree:
+        """The shapes, types and shardings of the residuals of `linearized`."""
+        return layout.described(self.linearized(fold, *args).out_info)
+
+
+def fits(need: int, used: int, budget: int) -> bool:
+    """Whether the residuals of one more batch may be kept.
+
+    Args:
+      need: Their bytes on each device.
+      used: Bytes of those that are kept already.
+      budget: Bytes that all of them may take; 0: none are kept.
+    """
+    return budget > 0 and used + need <= budget
+
 
 def compiled_for(args: PyTree) -> collections.abc.Hashable:
     """The structure, shapes, types and shardings that a compiled function depends on."""
@@ -323,10 +361,12 @@ def summed(parts: collections.abc.Iterable[PyTree]) -> PyTree:
     Returns:
       The sum, which waits for the devices once in a while (`in_flight`).
     """
-    numbered = enumerate(parts)
-    _, total = next(numbered)
-    for number, part in numbered:
+    iterator, number = iter(parts), 0
+    total = next(iterator)
+    while (part := next(iterator, None)) is not None:
+        number += 1
         total = in_flight.limited(number, _added(total, part))
+        del part  # or it would be there beside the next one
     return total
 
 

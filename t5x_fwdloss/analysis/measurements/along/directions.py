@@ -100,14 +100,16 @@ class DirectionalDerivatives(Measurement):
 
         Otherwise, or where the run cannot load them, it raises `ValueError`.
         """
-        if self.along_preconditioned_gradient:
-            context.check_preconditioner(
-                "DirectionalDerivatives.along_preconditioned_gradient"
-            )
-        for path in self.checkpoints:
-            named.check_checkpoint(
-                "DirectionalDerivatives.checkpoints", context, str(path)
-            )
+        named.check_loaded(
+            (direction for _, direction in self._named(context)),
+            context,
+            {
+                "preconditioned_gradient": (
+                    "DirectionalDerivatives.along_preconditioned_gradient"
+                ),
+                "checkpoint": "DirectionalDerivatives.checkpoints",
+            },
+        )
 
     def run(self, context: Context) -> MeasurementResult:
         """Measure every direction, one after the other."""

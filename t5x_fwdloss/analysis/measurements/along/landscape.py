@@ -21,19 +21,17 @@ References:
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
 
 from t5x_fwdloss.analysis import settings
-from t5x_fwdloss.analysis.measurements.along import (
-    barriers,
-    landscape_figures,
-    named,
-)
+from t5x_fwdloss.analysis.measurements.along import landscape_figures, named
 from t5x_fwdloss.analysis.measurements.along.named import NORMALIZATIONS, Direction
 from t5x_fwdloss.analysis.measurements.along.plane import Axis, Plane, spanned
+from t5x_fwdloss.analysis.measurements.along.readings import Readings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.report.plots import Plot
@@ -46,7 +44,7 @@ OTHER_RANGE = (-0.02, 0.02)
 
 @dataclasses.dataclass
 class GridState:
-    """The loss and, if it is known, the accuracy at each point so far."""
+    """The loss and, if it is known, the accuracy at each point so far, on each split."""
 
     rows: list[list[float]]
 
@@ -60,11 +58,16 @@ class GridState:
 class Landscape(Measurement):
     """The loss and the token accuracy on a line or a plane through the parameters.
 
-    A direction is 'gradient', 'preconditioned_gradient' (minus a small step's update,
-    but for learning rate and momentum), 'random:0', 'random:1' and so on,
-    'eigenvector:<measurement>:<place>' or 'checkpoint:<path>', the other checkpoint's
+    A direction is 'gradient', 'preconditioned_gradient', 'random:0', 'random:1' and so
+    on, 'eigenvector:<measurement>:<place>' or 'checkpoint:<path>', the other checkpoint's
     parameters minus these. All but the last are as long as the parameters: coefficients
     are multiples of a direction, and 1 on the line to a checkpoint is that checkpoint.
+
+    The optimizer's update has two directions: 'preconditioned_gradient' is that of the
+    next step without momentum and weight decay, on these batches, with the opposite sign
+    (negative coefficients go where the optimizer goes; the learning rate is only its
+    length), and 'checkpoint:<path>' of a later checkpoint is the sum of all updates in
+    between, as they were made.
 
     Random directions are normalized by filter, as in Li et al. 2018: each filter of the
     direction has the norm of the parameters' filter, so that filters of zeros stay zeros.
@@ -82,6 +85,11 @@ class Landscape(Measurement):
     is what parabolas through neighboring points rise above it, at most. The accuracy is the
     share of the tokens that the loss counts whose label has the largest logit.
 
+    With `other_split` every point is measured on as many batches of that split, too:
+    losses, accuracies, smallest loss and barrier have names that begin with
+    `on_<split>/`, and values that a run on that split would have. Directions, slopes and
+    curvatures remain those of the run's own batches.
+
     Attributes:
         name: name in the results.
         directions: one or two directions.
@@ -93,8 +101,8 @@ class Landscape(Measurement):
             `DirectionalDerivatives`.
         ignore_vectors: whether random directions are zero on parameters without a second
             axis.
-        save_every: points between two saved states; a killed run resumes from there, one
-            that is stopped by SIGTERM at the next point.
+        other_split: another split of the task, such as 'train' where the run reads
+            'validation'; None: none.
     """
 
     needs_forward_mode: ClassVar = True
@@ -106,13 +114,18 @@ class Landscape(Measurement):
     orthogonalize: bool = True
     random_normalization: Annotated[str, settings.one_of(*NORMALIZATIONS)] = "filter"
     ignore_vectors: bool = True
-    save_every: settings.Positive = 25
+    other_split: settings.Words | None = None
 
     @property
     def optimizer_setting(self) -> str:
         """The setting of the preconditioned gradient, if that is a direction."""
         wanted = "preconditioned_gradient" in self.directions
         return "directions" if wanted else ""
+
+    @property
+    def other_splits(self) -> Sequence[str]:
+        """The other split, if there is one."""
+        return () if self.other_split is None else (self.other_split,)
 
     def check_settings(self, earlier: Sequence[Measurement]) -> None:
         """Check the number and the names of directions, and their ranges.
@@ -146,35 +159,35 @@ class Landscape(Measurement):
             )
 
     def validate(self, context: Context) -> None:
-        """Check that the optimizer's state and other checkpoints load and fit.
+        """Check that the optimizer's state and what else is read load and fit.
 
         Otherwise, or where the run cannot load them, it raises `ValueError`.
         """
-        if self.optimizer_setting:
-            context.check_preconditioner(
-                "'preconditioned_gradient' in Landscape.directions"
-            )
-        for direction in self._directions:
-            if direction.kind == "checkpoint":
-                named.check_checkpoint(
-                    "'checkpoint' in Landscape.directions", context, direction.source
-                )
+        for split in self.other_splits:
+            context.objective.on_split(split)
+        named.check_loaded(
+            self._directions,
+            context,
+            {
+                kind: f"'{kind}' in Landscape.directions"
+                for kind in ("preconditioned_gradient", "checkpoint")
+            },
+        )
 
     def run(self, context: Context) -> MeasurementResult:
         """Measure point by point, from the saved state on if there is one."""
         axes, notes = self._axes(context)
-        plane = Plane(context, axes)
+        plane = Plane(context, axes, self.other_split)
         points = [*plane.marks.values(), *itertools.product(*plane.coefficients)]
         rows = context.resumed(
             self.name,
             GridState,
             len(points),
             functools.partial(_measured, plane, points),
-            save_every=self.save_every,
             note=lambda state: f"loss {state.rows[-1][0]:.4g}",
         )
         context.step()
-        numbers, arrays = _numbers(context, plane, np.asarray(rows))
+        numbers, arrays = _numbers(context, plane, np.asarray(rows), self.other_split)
         notes += context.rounding.notes
         return result(self, numbers, arrays=arrays, notes=tuple(notes))
 
@@ -250,74 +263,49 @@ def _measured(
 
 
 def _numbers(
-    context: Context, plane: Plane, rows: np.ndarray
+    context: Context, plane: Plane, rows: np.ndarray, other_split: str | None
 ) -> tuple[dict[str, Number], dict[str, np.ndarray]]:
     """The numbers, with the network's rounding in their errors, and the arrays."""
-    shape = tuple(map(len, plane.coefficients))
-    at_marks, on_grid = np.split(rows, [len(plane.marks)])
-    losses = on_grid[:, 0].reshape(shape)
+    splits = [None, other_split][: len(plane.objectives)]
+    readings = [Readings(plane, rows, *split) for split in enumerate(splits)]
     slopes, matrix = plane.derivatives(context.params)
     places = [np.asarray(x) for x in plane.coefficients]
     grid = np.stack(np.meshgrid(*places, indexing="ij"), -1) if places else np.zeros(0)
     arrays = {
-        "losses": losses,
-        "model": at_marks[0, 0]
-        + grid @ slopes
-        + np.einsum("...i,ij,...j", grid, matrix, grid) / 2,
+        "model": np.asarray(
+            readings[0].loss
+            + grid @ slopes
+            + np.einsum("...i,ij,...j", grid, matrix, grid) / 2
+        ),
         "slopes": slopes,
         "hessian": matrix,
         "lengths": np.array([axis.length for axis in plane.axes]),
         "marks": np.array(list(plane.marks.values())),
-        "losses_at_marks": at_marks[:, 0],
     }
     arrays |= {f"coefficients_{i + 1}": x for i, x in enumerate(places)}
-    if rows.shape[1] > 1:
-        arrays["accuracies"] = on_grid[:, 1].reshape(shape)
-    where = np.unravel_index(np.argmin(losses), shape)
-    smallest = tuple(float(x[i]) for x, i in zip(places, where, strict=True))
-    top = _barrier_of(plane, losses, at_marks[:, 0])
-
-    def at(params):
-        marked = np.array([plane.at(x, params) for x in plane.marks.values()])
-        found = _at_marks(plane, marked) | _local(plane, *plane.derivatives(params))
-        found["smallest_loss"] = plane.at(smallest, params)[0]
-        if top:
-            chord = np.interp(top.place, (0, 1), marked[:, 0])
-            found["barrier_height"] = plane.at((top.place,), params)[0] - chord
-        return found
-
-    values = _at_marks(plane, at_marks) | _local(plane, slopes, matrix)
-    units = {
-        "loss": context.unit,
-        "accuracy": "1",
-        "slope": context.slope_unit,
-        "curvature": context.curvature_unit,
-    }
-    unit_of = lambda name: units[name.rpartition("/")[2].rpartition("_")[2]]
-    numbers = {"loss": Number(values.pop("loss"), context.unit)}
-    if top:
-        numbers |= top.numbers(context.unit)
-    numbers["smallest_loss"] = Number(float(losses.min()), context.unit)
-    for number, x in enumerate(smallest):
-        numbers[f"smallest_loss_place_{number + 1}"] = Number(x, "1")
+    numbers: dict[str, Number] = {}
+    for reading in readings:
+        arrays |= reading.arrays()
+        numbers |= reading.numbers(context.unit)
     if len(plane.axes) == 2:
         numbers["angle"] = Number(plane.axes[1].angle, "°")
     for axis in plane.axes:
         numbers[f"{axis.label}/length"] = Number(axis.length, "θ")
-    numbers |= {name: Number(x, unit_of(name)) for name, x in values.items()}
-    rounded = ["loss", *values, "smallest_loss", *["barrier_height"] * bool(top)]
-    base = {name: numbers[name].value for name in rounded}
+    units = {"slope": context.slope_unit, "curvature": context.curvature_unit}
+    for name, x in _local(plane, slopes, matrix).items():
+        numbers[name] = Number(x, units[re.split("[/_]", name)[-1]])
+
+    def at(params):
+        marked = np.array([plane.at(x, params) for x in plane.marks.values()])
+        found = _local(plane, *plane.derivatives(params))
+        for reading in readings:
+            found |= reading.again(params, marked)
+        return found
+
+    # Neither places nor lengths and angles have rounding of the network.
+    exact = re.compile(r".*(place(_\d)?|length|angle)").fullmatch
+    base = {name: x.value for name, x in numbers.items() if not exact(name)}
     return context.rounding.include(numbers, at, base), arrays
-
-
-def _at_marks(plane, rows) -> dict[str, float]:
-    """Loss and accuracy at the center and at other checkpoints, by name."""
-    names = ("loss", "accuracy")[: rows.shape[1]]
-    return {
-        f"{label}/{name}" if label else name: float(x)
-        for label, row in zip(plane.marks, rows, strict=True)
-        for name, x in zip(names, row, strict=True)
-    }
 
 
 def _local(plane, slopes, matrix) -> dict[str, float]:
@@ -330,16 +318,3 @@ def _local(plane, slopes, matrix) -> dict[str, float]:
     if len(lengths) == 2:
         found["mixed_curvature"] = float(matrix[0, 1] / np.prod(lengths))
     return found
-
-
-def _barrier_of(plane, losses, ends) -> barriers.Barrier | None:
-    if not plane.is_line_to_checkpoint:
-        return None
-    places = plane.axes[0].coefficients
-    inside = (places > 0) & (places < 1)
-    if not inside.any():
-        return None
-    return barriers.barrier(
-        np.concatenate([[0.0], places[inside], [1.0]]),
-        np.concatenate([ends[:1], losses[inside], ends[1:]]),
-    )

@@ -14,7 +14,7 @@ None of them has norm one yet.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -131,27 +131,38 @@ def label(direction: Direction, all_of_them: Sequence[Direction]) -> str:
     return direction.kind
 
 
-def check_checkpoint(setting: str, context: Context, path: str) -> None:
-    """Pass if another checkpoint loads, fits and is finite.
+def check_loaded(
+    directions: Iterable[Direction], context: Context, settings: Mapping[str, str]
+) -> None:
+    """Pass if what directions need loads, fits and is finite.
+
+    That is the state of the checkpoint's optimizer, and other checkpoints.
 
     Args:
-        setting: the setting that names it.
+        directions: the directions.
         context: the run.
-        path: the checkpoint.
+        settings: for 'preconditioned_gradient' and for 'checkpoint' the setting that
+            names it.
 
     Raises:
-        ValueError: it does not, or the run cannot load other checkpoints.
+        ValueError: it does not, or the run cannot load it.
     """
-    if context.load_params is None:
-        raise ValueError(
-            f"{setting} needs a run that can load other checkpoints: got {path} and no "
-            "loader."
-        )
-    if not np.isfinite(float(trees.norm(difference(context, path)))):
-        raise ValueError(
-            f"the parameters of the checkpoint {path} must be finite: they hold NaN or "
-            "Inf."
-        )
+    for direction in directions:
+        if direction.kind == "preconditioned_gradient":
+            context.check_preconditioner(settings[direction.kind])
+        if direction.kind != "checkpoint":
+            continue
+        path = direction.source
+        if context.load_params is None:
+            raise ValueError(
+                f"{settings[direction.kind]} needs a run that can load other "
+                f"checkpoints: got {path} and no loader."
+            )
+        if not np.isfinite(float(trees.norm(difference(context, path)))):
+            raise ValueError(
+                f"the parameters of the checkpoint {path} must be finite: they hold NaN "
+                "or Inf."
+            )
 
 
 def vector(

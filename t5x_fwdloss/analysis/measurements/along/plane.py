@@ -65,13 +65,23 @@ class Plane:
 
     Attributes:
         axes: the directions.
+        objectives: the run's loss and, if another split is asked for, that split's.
         coefficients: the multiples on the grid, for each direction.
         marks: places besides the grid by name: the center and other checkpoints.
     """
 
-    def __init__(self, context: Context, axes: list[Axis]):
-        """Computes nothing yet."""
+    def __init__(self, context: Context, axes: list[Axis], other: str | None = None):
+        """Computes nothing yet.
+
+        Args:
+            context: the run.
+            axes: the directions.
+            other: the name of another split of the data, if its loss is measured too.
+        """
         self.axes, self._context = axes, context
+        self.objectives = [context.objective]
+        if other is not None:
+            self.objectives.append(context.objective.on_split(other))
         self.coefficients = [axis.coefficients.tolist() for axis in axes]
         self.marks = {"": (0.0,) * len(axes)}
         for number, axis in enumerate(axes):
@@ -88,7 +98,7 @@ class Plane:
         return len(self.axes) == 1 and self.axes[0].is_checkpoint
 
     def at(self, place: Sequence[float], params: PyTree | None = None) -> list[float]:
-        """The loss and, if it is known, the accuracy at a place.
+        """The loss and, if it is known, the accuracy at a place, on each split.
 
         Args:
             place: the coefficients.
@@ -96,8 +106,11 @@ class Plane:
         """
         origin = self._context.params if params is None else params
         point = moved(origin, place, [axis.vector for axis in self.axes])
-        loss, accuracy = self._context.objective.value_and_accuracy(point)
-        return [loss] if accuracy is None else [loss, accuracy]
+        row: list[float] = []
+        for objective in self.objectives:
+            loss, accuracy = objective.value_and_accuracy(point)
+            row += [loss] if accuracy is None else [loss, accuracy]
+        return row
 
     def derivatives(self, params: PyTree) -> tuple[np.ndarray, np.ndarray]:
         """The first and second derivatives in the coefficients, at zero."""

@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
+from jaxtyping import PyTree
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement, result
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.rounding import NUM_DRAWS
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import (
     INSIDE,
     STANDARD_ERROR,
@@ -28,12 +31,32 @@ from t5x_fwdloss.curvature.estimators.slq import (
     slq,
     spectral_sum,
 )
+from t5x_fwdloss.curvature.krylov.basis import ON_DEVICE
 from t5x_fwdloss.curvature.vectors import probes, trees
 
 OVER_PROBES = f"{STANDARD_ERROR}, over probes"
 WITH_GAP = f"{OVER_PROBES}, plus half the distance of Gauss and Gauss-Radau quadratures"
 # A gap below this fraction of a sum does not call for more steps.
 SMALL_GAP = 0.01
+
+
+def lanczos_work(measurement: Any, params: PyTree, num_searches: int) -> Work:
+    """The work of Lanczos from one probe after the other.
+
+    Args:
+        measurement: a `MatrixMeasurement` with `num_steps` and `basis_on_host`.
+        params: the parameters, or their shapes.
+        num_searches: the number of probes.
+    """
+    steps = min(measurement.num_steps, trees.dimension(params))
+    return measurement.planned(
+        num_searches * steps,
+        basis=steps + 1,
+        on_host=max(steps + 1 - ON_DEVICE, 0) if measurement.basis_on_host else 0,
+        working=2,  # the probe, and a vector that gives shapes
+        rounded_products=2 + NUM_DRAWS + 1,
+        num_results=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +85,6 @@ class SpectralDensity(MatrixMeasurement):
         num_steps: products for each probe.
         kind: 'rademacher' or 'normal'.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
         effective_dimension_at: dampings $a$ above 0; of any matrix but the Hessian,
             which has negative eigenvalues.
     """
@@ -71,7 +93,6 @@ class SpectralDensity(MatrixMeasurement):
     num_steps: settings.Positive = 40
     kind: Annotated[str, settings.one_of("rademacher", "normal")] = "rademacher"
     basis_on_host: bool = False
-    save_every: settings.Positive = 20
     effective_dimension_at: Sequence[settings.Above] = ()
 
     def check_settings(self, earlier: Sequence[Measurement]) -> None:
@@ -90,6 +111,10 @@ class SpectralDensity(MatrixMeasurement):
                 "SpectralDensity.effective_dimension_at needs a matrix without negative "
                 f"eigenvalues, one of {others}: got matrix='hessian'."
             )
+
+    def work(self, params: PyTree) -> Work:
+        """The steps of Lanczos, probe by probe."""
+        return lanczos_work(self, params, self.num_probes)
 
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos probe by probe, from the saved state if there is one."""
@@ -110,7 +135,6 @@ class SpectralDensity(MatrixMeasurement):
                 mask=self.mask(context),
                 basis_on_host=self.basis_on_host,
             ),
-            save_every=self.save_every,
             note=lambda state: f"probe {len(state.nodes) + 1}",
         )
 

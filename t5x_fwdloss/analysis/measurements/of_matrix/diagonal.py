@@ -13,6 +13,7 @@ from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import ProbedMeasurement
 from t5x_fwdloss.analysis.measurements.rounding import kind_with_rounding, with_rounding
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import (
     STANDARD_ERROR,
     MeasurementResult,
@@ -43,6 +44,10 @@ class Diagonal(ProbedMeasurement):
     """
 
     max_saved: settings.Count = 1_000_000
+
+    def work(self, params: PyTree) -> Work:
+        """As of its probes, with the running mean and its spread."""
+        return dataclasses.replace(super().work(params), basis=2, num_results=4)
 
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, resuming from the saved running mean, if any."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
@@ -22,6 +23,7 @@ from t5x_fwdloss.analysis.measurements.rounding import (
     NUM_DRAWS,
     with_rounding,
 )
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import (
     RESIDUAL,
     MeasurementResult,
@@ -33,7 +35,8 @@ from t5x_fwdloss.analysis.report.plots import Plot
 from t5x_fwdloss.analysis.store import vector_store
 from t5x_fwdloss.curvature import EigenpairsState, eigenpairs
 from t5x_fwdloss.curvature.krylov import ritz
-from t5x_fwdloss.curvature.krylov.eigenpairs import smallest_basis
+from t5x_fwdloss.curvature.krylov.basis import ON_DEVICE
+from t5x_fwdloss.curvature.krylov.eigenpairs import default_basis, smallest_basis
 from t5x_fwdloss.curvature.vectors import directions, groups, probes, trees
 
 
@@ -59,7 +62,6 @@ class Eigenpairs(MatrixMeasurement):
         max_basis: largest number of vectors held at once; None: three for each pair and
             ten more.
         basis_on_host: whether the vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
         num_starts: random start vectors. One suffices; if eigenvalues are known to
             occur several times, as many start vectors find them sooner.
         save_eigenvectors: whether the eigenvectors are left in the output folder, in
@@ -72,7 +74,6 @@ class Eigenpairs(MatrixMeasurement):
     tolerance: settings.Fraction = 1e-3
     max_basis: settings.Positive | None = None
     basis_on_host: bool = False
-    save_every: settings.Positive = 10
     num_starts: settings.Positive = 1
     save_eigenvectors: bool = False
 
@@ -105,6 +106,45 @@ class Eigenpairs(MatrixMeasurement):
                 f"and {self.num_starts} start vectors: got {self.max_basis}."
             )
 
+    @property
+    def _num_pairs(self) -> int:
+        return self.num_largest + self.num_smallest
+
+    @property
+    def _basis(self) -> int:
+        """The largest number of vectors held, as `eigenpairs` chooses it."""
+        if self.max_basis is not None:
+            return self.max_basis
+        return default_basis(self._num_pairs, self.num_starts)
+
+    def work(self, params: PyTree) -> Work:
+        """The steps, and one product for each pair in the end."""
+        pairs, limit = self._num_pairs, trees.dimension(params)
+        steps = min(self.max_steps, limit)
+        grown = min(steps + self.num_starts, limit)
+        basis = min(self._basis, grown)
+        return self.planned(
+            steps + pairs,
+            basis=basis,
+            on_host=max(basis - ON_DEVICE, 0) if self.basis_on_host else 0,
+            # The two vectors of the chain that searches the complement.
+            working=2,
+            replaced=(self._basis + pairs) // 2 if grown > self._basis else pairs,
+            rounded_products=2 + max(pairs, NUM_DRAWS * min(pairs, NUM_DRAWS)),
+            num_results=pairs,
+            gradient=True,
+        )
+
+    def lighter(self) -> Sequence[tuple[str, Measurement]]:
+        """With its basis on the host, or restarted sooner."""
+        found, size = list(super().lighter()), self._basis
+        least = smallest_basis(self._num_pairs, self.num_starts)
+        while (size := size * 2 // 3) > least:
+            found.append(self._with("max_basis", size))
+        if self._basis > least:
+            found.append(self._with("max_basis", least))
+        return found
+
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos, from the saved state if there is one."""
         key = context.key(f"{self.name}/start")
@@ -136,7 +176,6 @@ class Eigenpairs(MatrixMeasurement):
                 dimension=self.dimension(context),
                 fresh=draw,
             ),
-            save_every=self.save_every,
             note=_extremes,
         )
         found = _with_noise(found, noise)

@@ -14,9 +14,11 @@ from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix.density import (
     OVER_PROBES,
     arrays_of,
+    lanczos_work,
 )
 from t5x_fwdloss.analysis.measurements.of_matrix.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import INSIDE, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import INK, SERIES
@@ -68,7 +70,6 @@ class GroupDensities(MatrixMeasurement):
         num_steps: products for each probe.
         width: standard deviation of the smoothing Gaussian, in decades.
         basis_on_host: whether the Lanczos vectors are kept in host memory.
-        save_every: steps between two saved states; a preempted run resumes from there.
     """
 
     groups: Mapping[settings.Words, settings.Pattern] | None = None
@@ -76,7 +77,6 @@ class GroupDensities(MatrixMeasurement):
     num_steps: settings.Positive = 30
     width: settings.Above = 0.2
     basis_on_host: bool = False
-    save_every: settings.Positive = 20
 
     @property
     def patterns_of_groups(self) -> Sequence[str]:
@@ -98,6 +98,11 @@ class GroupDensities(MatrixMeasurement):
                 f"which are measured: got {', '.join(found) or 'none'}."
             )
 
+    def work(self, params: PyTree) -> Work:
+        """The steps of Lanczos, probe by probe and group by group."""
+        named = self.groups or by_layer(params)
+        return lanczos_work(self, params, len(named) * self.num_probes)
+
     def run(self, context: Context) -> MeasurementResult:
         """Run Lanczos group by group, from the saved state if there is one."""
         masks = self._masks(context)
@@ -110,7 +115,6 @@ class GroupDensities(MatrixMeasurement):
             lambda on_step, state: self._search(
                 context, product, like, masks, on_step, state or GroupsState()
             ),
-            save_every=self.save_every,
             note=lambda state: f"group {len(state.finished) + 1} of {len(masks)}",
         )
         samples = {

@@ -21,6 +21,8 @@ from jaxtyping import PyTree
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, Measurement
+from t5x_fwdloss.analysis.measurements.rounding import NUM_DRAWS
+from t5x_fwdloss.analysis.measurements.work import Work, in_blocks
 from t5x_fwdloss.analysis.numbers import Number
 from t5x_fwdloss.analysis.objective import matrices
 from t5x_fwdloss.curvature.estimators.probe_sums import (
@@ -57,6 +59,35 @@ class MatrixMeasurement(Measurement):
         if self.name is None:
             quantity = re.sub("(?<=[a-z])(?=[A-Z])", "_", type(self).__name__).lower()
             object.__setattr__(self, "name", f"{self.matrix}_{quantity}")
+
+    def lighter(self) -> Sequence[tuple[str, Measurement]]:
+        """With its basis on the host, and with single products, if it can have these."""
+        names = {field.name for field in dataclasses.fields(self)}
+        values = {"basis_on_host": True, "block_size": 1}
+        return [
+            self._with(name, value)
+            for name, value in values.items()
+            if name in names and getattr(self, name) != value
+        ]
+
+    def _with(self, name: str, value: Any) -> tuple[str, Measurement]:
+        setting = f"{type(self).__name__}.{name} = {value}"
+        return setting, dataclasses.replace(self, **{name: value})
+
+    def planned(self, num_products: int, **numbers: Any) -> Work:
+        """Its work, with the vectors that the transformed matrix needs beside its own.
+
+        Args:
+            num_products: products, counted by single vectors.
+            **numbers: the further attributes of `Work`, of the plain matrix.
+        """
+        # The diagonal is kept, its root and the vector in between are not; a group and
+        # damping take one vector each.
+        more = 3 * self.preconditioned + (self.group is not None) + bool(self.damping)
+        working = numbers.pop("working", 1) + more
+        return Work(
+            matrix=self.matrix, num_products=num_products, working=working, **numbers
+        )
 
     @property
     def first_matrix(self) -> str:
@@ -238,6 +269,16 @@ class ProbedMeasurement(MatrixMeasurement):
 
     num_probes: settings.Several = 32
     block_size: settings.Positive = 4
+
+    def work(self, params: PyTree) -> Work:
+        """A product for each probe; nothing is kept but sums."""
+        del params
+        return self.planned(
+            self.num_probes,
+            block_size=self.block_size,
+            working=in_blocks(self.block_size),
+            rounded_products=NUM_DRAWS + 1,
+        )
 
     def probed(self, context: Context, **settings: Any) -> ProbeEstimates:
         """The estimates from all probes, resumed from the saved sums if there are any.

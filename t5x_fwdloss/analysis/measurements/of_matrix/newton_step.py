@@ -28,6 +28,8 @@ from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix.groups import by_layer, labels_of
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.rounding import NUM_DRAWS
+from t5x_fwdloss.analysis.measurements.work import Work
 from t5x_fwdloss.analysis.numbers import MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
@@ -60,7 +62,6 @@ class NewtonStep(MatrixMeasurement):
         max_steps: largest number of products of the search.
         groups: group's name to a regular expression that matches the whole path of its
             parameters; None: by layer, the first two parts of the path; {}: none.
-        save_every: products between two saved states.
     """
 
     needs_forward_mode: ClassVar = True
@@ -69,12 +70,22 @@ class NewtonStep(MatrixMeasurement):
     tolerance: settings.Fraction = 1e-3
     max_steps: settings.Positive = 50
     groups: Mapping[settings.Words, settings.Pattern] | None = None
-    save_every: settings.Positive = 10
 
     @property
     def patterns_of_groups(self) -> Sequence[str]:
         """Those that are given."""
         return (*super().patterns_of_groups, *(self.groups or {}).values())
+
+    def work(self, params: PyTree) -> Work:
+        """One product for each step of the search, and one for the residual."""
+        steps = min(self.max_steps, trees.dimension(params))
+        return self.planned(
+            steps + 1,
+            working=4,  # solution, residual, direction and gradient
+            rounded_products=NUM_DRAWS * (steps + 1),
+            num_results=2,
+            gradient=True,
+        )
 
     def run(self, context: Context) -> MeasurementResult:
         """Search for the step, from the saved state if there is one; then take it."""
@@ -84,7 +95,6 @@ class NewtonStep(MatrixMeasurement):
             CgState,
             self.max_steps,
             functools.partial(self._search, product, gradient),
-            save_every=self.save_every,
             note=lambda state: f"relative residual {state.relative_residual:.2g}",
         )
         x = found.solution

@@ -6,11 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
+from jaxtyping import PyTree
 from matplotlib.figure import Figure
 
 from t5x_fwdloss.analysis import settings
 from t5x_fwdloss.analysis.measurements.context import Context, result
 from t5x_fwdloss.analysis.measurements.of_matrix.matrix import MatrixMeasurement
+from t5x_fwdloss.analysis.measurements.rounding import NUM_DRAWS
+from t5x_fwdloss.analysis.measurements.work import Work, in_blocks
 from t5x_fwdloss.analysis.numbers import STANDARD_ERROR, MeasurementResult, Number
 from t5x_fwdloss.analysis.report import figures
 from t5x_fwdloss.analysis.report.figures import FAINT, SERIES
@@ -25,6 +28,7 @@ from t5x_fwdloss.curvature import (
     xtrace,
 )
 from t5x_fwdloss.curvature.estimators import hutchinson
+from t5x_fwdloss.curvature.krylov.basis import ON_DEVICE
 
 # For each estimator its state, its function, and the settings that only some take.
 ESTIMATORS: dict[str, tuple[Any, Callable[..., TraceEstimate], tuple[str, ...]]] = {
@@ -74,6 +78,29 @@ class Trace(MatrixMeasurement):
     confidence: settings.Fraction = 0.95
     basis_on_host: bool = False
 
+    @property
+    def _num_products(self) -> int:
+        return {
+            "hutchinson": self.num_probes,
+            "hutch++": 2 * self.sketch_size + self.num_probes,
+            "xtrace": 2 * self.num_probes,
+        }[self.estimator]
+
+    def work(self, params: PyTree) -> Work:
+        """The products of its estimator, and the vectors that this one keeps."""
+        del params
+        kept = {"hutch++": self.sketch_size, "xtrace": 2 * self.num_probes}
+        basis, bases = kept.get(self.estimator, 0), 1 + (self.estimator == "xtrace")
+        return self.planned(
+            self._num_products,
+            block_size=self.block_size,
+            basis=basis,
+            on_host=max(basis - bases * ON_DEVICE, 0) if self.basis_on_host else 0,
+            working=in_blocks(self.block_size),
+            rounded_products=NUM_DRAWS + 1,
+            num_results=basis,
+        )
+
     def run(self, context: Context) -> MeasurementResult:
         """Draw the probes, from the saved state on if there is one."""
         found = self._estimate(context)
@@ -117,15 +144,10 @@ class Trace(MatrixMeasurement):
     def _estimate(self, context) -> TraceEstimate:
         state_class, estimator, own = ESTIMATORS[self.estimator]
         shared = ("num_probes", "relative_error", "confidence", "block_size")
-        total = {
-            "hutchinson": self.num_probes,
-            "hutch++": 2 * self.sketch_size + self.num_probes,
-            "xtrace": 2 * self.num_probes,
-        }
         return context.resumed(
             self.name,
             state_class,
-            total[self.estimator],
+            self._num_products,
             functools.partial(
                 estimator,
                 self.product(context, self.block_size),
