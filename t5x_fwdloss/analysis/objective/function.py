@@ -336,9 +336,10 @@ class Objective(SumOverBatches):
 
         A matrix that the objective does not have raises `ValueError`.
         """
+        linear_map = self.linear_map(matrix, params)
         return MatrixProduct(
             matrices.WORDS[matrix],
-            self.linear_map(matrix, params),
+            linear_map,
             parameters.widened(params),
             list(self.pairs()),
             num_microbatches=self.num_microbatches,
