@@ -63,7 +63,9 @@ def test_its_cells_run_at_a_small_size(stored, repository, tmp_path):
     ]
     assert sum(x["output_type"] == "display_data" for x in outputs) == 3
     lines = "".join("".join(x.get("text", "")) for x in outputs).splitlines()
-    table = {x[:22].strip(): x[22:].split() for x in lines if x[:4] in ("step", "larg")}
+    table = {
+        x[:22].strip(): x[22:].split() for x in lines if x.startswith(("step", "large"))
+    }
     assert table["step"] == ["2", "4"]
     assert all(float(x) > 0 for x in table["largest eigenvalue"])
     assert "Report: ./landscape/report.html" in lines
