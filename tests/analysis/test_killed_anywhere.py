@@ -29,11 +29,10 @@ from t5x_fwdloss.analysis import (
 from t5x_fwdloss.analysis.measurements import Context
 from t5x_fwdloss.analysis.numbers import result_to_json
 from t5x_fwdloss.analysis.objective import preflight
-from t5x_fwdloss.analysis.plan import start
 from t5x_fwdloss.analysis.report import page
 from t5x_fwdloss.analysis.store import files, saved_state, vector_store
 
-from . import runs
+from . import runs, toy
 
 
 class Moments:
@@ -101,7 +100,10 @@ def dense_product(v):
     return unravel(matrix @ flat)
 
 
-PRODUCTS = {1: jax.jit(dense_product), 2: jax.jit(jax.vmap(dense_product))}
+PRODUCTS = {
+    1: toy.GivenProduct(dense_product),
+    2: toy.GivenProduct(jax.vmap(dense_product)),
+}
 
 
 class DenseContext(Context):
@@ -188,8 +190,6 @@ def test_a_run_killed_at_any_moment_leaves_a_folder_that_is_resumed(
     """The folder alone: what is measured and drawn is tested elsewhere."""
     monkeypatch.setattr(preflight, "check_objective", lambda *_, **__: [])
     monkeypatch.setattr(page, "render", lambda *_: "the page")
-    monkeypatch.setattr(start, "Timed", lambda product: product)
-    monkeypatch.setattr(start, "announce", lambda *_: None)
     listed = [Trace(num_probes=2, block_size=2)]
     monkeypatch.setattr(Context, "product", DenseContext.product)
 

@@ -83,7 +83,7 @@ def test_a_run_that_another_version_left_unfinished_is_refused_and_kept(
     with monkeypatch.context() as patch:
         patch.setattr(saved_state.SavedState, "save", die)
         with pytest.raises(Killed):
-            runs.run(tmp_path)
+            runs.run(tmp_path, save_seconds=0)
     claim = tmp_path / "unfinished" / "run.json"
     content = records.read(claim)
     content["unfinished_format"] = other

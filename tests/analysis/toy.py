@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
+from t5x_fwdloss.analysis.objective.matrix_product import MatrixProduct
 from t5x_fwdloss.loss_mixin import LossMixin
 
 FEATURES, CLASSES, LENGTH = 3, 4, 5
@@ -80,12 +81,24 @@ def dense_hessian(params, whole, normalizer, z_loss=0.0):
     return total / normalizer
 
 
+class GivenProduct(MatrixProduct):
+    """A map that a test gives in place of the products with a matrix of a loss."""
+
+    def __init__(self, product):
+        self._given = jax.jit(product)
+
+    def __call__(self, v):
+        return self._given(v)
+
+    def temporary_bytes(self, v):
+        return 0
+
+
 def product_with(matrix):
     """The product with a dense matrix, in the order of `ravel_pytree`."""
 
-    @jax.jit
     def product(vector):
         flat, unravel = ravel_pytree(vector)
         return unravel(jnp.matmul(jnp.asarray(matrix, flat.dtype), flat))
 
-    return product
+    return GivenProduct(product)
