@@ -47,9 +47,7 @@ def command(path, name):
 def run(path, name):
     """The first measurement and one more."""
     listed = [FIRST, MEASUREMENTS[name]]
-    return runs.run(
-        path, objective=OBJECTIVE, measurements=listed, save_seconds=0
-    )
+    return runs.run(path, objective=OBJECTIVE, measurements=listed, save_seconds=0)
 
 
 def leave_unfinished(path, name):
