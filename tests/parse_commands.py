@@ -56,7 +56,7 @@ def commands(text):
     for block in blocks:
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
             line = line.strip()
-            if re.match(r"python -m |--gin\.|([A-Z_]+=\S+ )*scripts/", line):
+            if re.match(r"python -m |--gin\.|([A-Z_]+=\S+ )*(sbatch )?scripts/", line):
                 found.append(line)
     # NAME and MACRO stand for any name.
     return found, re.findall(r"`(--gin\.(?!MACRO|NAME)[^`]+)`", outside)
@@ -145,7 +145,7 @@ def in_fork(function, *given):
 
 def launched(command):
     """What a launcher would run, one command per line; an error if it does not."""
-    *settings, script = command.split("scripts/", 1)
+    *settings, script = command.replace("sbatch ", "").split("scripts/", 1)
     done = subprocess.run(
         f"{' '.join(settings)} {ROOT}/scripts/{script}",
         shell=True,

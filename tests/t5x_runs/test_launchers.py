@@ -71,6 +71,63 @@ def test_the_pod_job_runs_the_launchers_on_every_worker(repository):
     assert "checkpoint_800" in analyze
 
 
+# What Slurm gives to a job, in place of its own commands: two processes, one after the
+# other, and a note of what is put back into the queue.
+SLURM = {
+    "srun": 'while [[ $1 == --* ]]; do shift; done\n'
+    'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@" || exit $?; done',
+    "scontrol": 'if [[ $1 == requeue ]]; then echo "requeued $2"; '
+    "else echo node7; echo node8; fi",
+    "interpreter": 'echo "$@"; [[ $2 == "$STOPPED" ]] && exit 143 || exit 0',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path, repository):
+    for name, script in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def submit(**env):
+        given = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHON": "interpreter",
+            "SLURM_JOB_ID": "20003",
+            "SLURM_NTASKS": "2",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            "SHARED": "/shared/x",
+            "STOPPED": "",
+        }
+        done = launch(repository, "slurm_gpu_job.sh", **given | env)
+        return done.returncode, done.stdout.splitlines()
+
+    return submit
+
+
+def test_the_slurm_job_runs_one_process_on_each_node(slurm):
+    status, lines = slurm(NUM_PARTITIONS="4", TRAIN_STEPS="9")
+    assert status == 0
+    assert [line.split()[1] for line in lines] == (
+        2 * ["t5x.train"] + 2 * ["t5x_fwdloss.analyze"]
+    )
+    for index, line in enumerate(lines):
+        assert line.endswith(
+            "--gin.PjitPartitioner.num_partitions=4 --multiprocess_gpu "
+            "--coordinator_address=node7:20003 --process_count=2 "
+            f"--process_index={index % 2}"
+        )
+    assert "--gin.MODEL_DIR='/shared/x/model' --gin.TRAIN_STEPS=9" in lines[0]
+    assert "--gin.CHECKPOINT_PATH='/shared/x/model/checkpoint_9'" in lines[2]
+
+
+@pytest.mark.parametrize("stopped", ["t5x.train", "t5x_fwdloss.analyze"])
+def test_a_slurm_job_that_a_signal_stopped_goes_back_into_the_queue(slurm, stopped):
+    status, lines = slurm(STOPPED=stopped)
+    assert status == 143
+    assert stopped in lines[-2]
+    assert lines[-1] == "requeued 20003"
+
+
 def test_the_dry_run_trains_and_analyzes_on_two_processes_of_two_devices(
     repository, tmp_path
 ):
