@@ -15,7 +15,8 @@ from jax.flatten_util import ravel_pytree
 
 from t5x_fwdloss.analysis import Eigenpairs
 from t5x_fwdloss.analysis.numbers import result_from_json
-from t5x_fwdloss.analysis.store import files
+from t5x_fwdloss.analysis.store import files, records
+from t5x_fwdloss.analysis.sweep import sweep
 
 from . import runs, sweeps, toy
 
@@ -65,6 +66,38 @@ def test_the_curves_are_the_numbers_of_the_steps(finished):
                     "converged": "converged",
                 }.items():
                     assert curve[column][number] == expected[key]
+
+
+CURVE = {"steps", "unit", "values", "errors", "error_kinds", "intervals", "converged"}
+
+
+def test_other_members_have_another_schema(finished):
+    """Where this fails, sweep.json changed: count SCHEMA_VERSION up, then write it."""
+    document = sweeps.sweep_json(finished[1])
+    (curve, *_) = document["measurements"][0]["numbers"].values()
+    assert document["schema_version"] == sweep.SCHEMA_VERSION == 1
+    assert set(document) == {
+        *("schema_version", "status", "fingerprint", "steps", "measurements"),
+        *("neighbors", "notes", "sha256"),
+    }
+    assert set(document["steps"][0]) == {
+        *("step", "checkpoint", "checkpoint_time", "folder", "status", "reason"),
+        "learning_rate",
+    }
+    assert set(curve) == CURVE
+
+
+def test_a_sweep_of_another_schema_is_refused_and_kept(tmp_path):
+    model_dir, out = sweeps.model_folder(tmp_path / "model"), tmp_path / "out"
+    given = {"measurements": sweeps.FEW, "steps": [sweeps.STEPS[0]]}
+    assert sweeps.run(model_dir, out, **given) == 0
+    path = out / "sweep.json"
+    document = records.read(path)
+    records.write(path, document | {"schema_version": 7})
+    before = path.read_bytes()
+    with pytest.raises(files.StorageError, match="schema_version .*: got 7"):
+        sweeps.run(model_dir, out, **given)
+    assert path.read_bytes() == before
 
 
 def test_the_curves_are_drawn_with_their_errors_as_bands(finished):

@@ -45,7 +45,8 @@ from t5x_fwdloss.analysis.sweep import steps as checkpoint_steps
 from t5x_fwdloss.analysis.sweep.eigenspaces import Neighbors
 from t5x_fwdloss.curvature.vectors import freed_memory
 
-SCHEMA = 1
+# Counted up where the members of sweep.json change.
+SCHEMA_VERSION = 1
 POLL_SECONDS = 30
 # Path of a checkpoint to its parameters and the host's information about it.
 Load = Callable[[str], tuple[PyTree, HostInfo]]
@@ -288,7 +289,7 @@ class _Sweep:
         failed = "failed" in states.values()
         status = ("failed" if failed else "finished") if self._ended else "unfinished"
         return {
-            "schema": SCHEMA,
+            "schema_version": SCHEMA_VERSION,
             "status": status,
             "fingerprint": self._identity,
             "steps": [
@@ -352,6 +353,13 @@ class _Sweep:
             if not path.exists():
                 return None
         found = records.read(path)
+        version = found.get("schema_version", "none")
+        if version != SCHEMA_VERSION:
+            raise files.StorageError(
+                f"{path} must have the schema_version of this version, "
+                f"{SCHEMA_VERSION}: got {version}; another version wrote it, whose "
+                "sweep is left as it is."
+            )
         names = identity.differences(found["fingerprint"], self._identity)
         if names:
             raise ValueError(
