@@ -81,6 +81,21 @@ def x64():
         yield
 
 
+@pytest.fixture(autouse=True)
+def unchanged_configuration():
+    """A test that leaves JAX configured in another way would change the later ones."""
+    before = dict(jax.config.values)
+    yield
+    changed = {
+        name: jax.config.values[name]
+        for name, value in before.items()
+        if jax.config.values[name] != value
+    }
+    for name in changed:
+        jax.config.update(name, before[name])
+    assert not changed, f"the test left JAX with {changed}"
+
+
 @pytest.fixture(scope="session")
 def repository():
     return pathlib.Path(__file__).resolve().parent.parent

@@ -5,6 +5,7 @@ import json
 import re
 import warnings
 
+import jax
 import numpy as np
 import pytest
 import seqio
@@ -59,6 +60,15 @@ def interactive_model(folder):
     )
 
 
+@pytest.fixture
+def generator():
+    """`InteractiveModel` chooses another random generator for the whole process."""
+    before = jax.config.jax_default_prng_impl
+    yield
+    jax.config.update("jax_default_prng_impl", before)
+
+
+@pytest.mark.usefixtures("generator")
 def test_the_lines_of_the_readme_lead_to_a_spectrum(repository, tmp_path):
     text = (repository / "README.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

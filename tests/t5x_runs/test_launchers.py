@@ -74,7 +74,7 @@ def test_the_pod_job_runs_the_launchers_on_every_worker(repository):
 # What Slurm gives to a job, in place of its own commands: two processes, one after the
 # other, and a note of what is put back into the queue.
 SLURM = {
-    "srun": 'while [[ $1 == --* ]]; do shift; done\n'
+    "srun": "while [[ $1 == --* ]]; do shift; done\n"
     'for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@" || exit $?; done',
     "scontrol": 'if [[ $1 == requeue ]]; then echo "requeued $2"; '
     "else echo node7; echo node8; fi",
