@@ -7,7 +7,7 @@ QUICKSTART_DIR ?= quickstart
 # The files that are checked: everything of ours, found by git, never listed by hand.
 SOURCES := t5x_fwdloss configs tests scripts typings setup.py
 
-.PHONY: help setup t5x quickstart test test-t5x-own test-bucket lint format bench clean
+.PHONY: help setup t5x quickstart test test-t5x-own test-bucket test-meshes lint format bench clean
 
 help:
 	@echo "setup       make $(VENV) from constraints.txt (nothing to do when up to date)"
@@ -15,6 +15,7 @@ help:
 	@echo "quickstart  train a tiny T5 on spelling to phonemes, and analyze its checkpoint"
 	@echo "test        all tests; those that need T5X are skipped, and counted, without it"
 	@echo "test-t5x-own T5X's own tests with our losses and models in their place"
+	@echo "test-meshes every measurement of a T5 on meshes of eight simulated devices"
 	@echo "test-bucket a run and a sweep with everything in a bucket, against a store in memory"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
@@ -62,6 +63,10 @@ test-t5x-own: setup
 # Minutes long: TensorFlow's and TensorStore's own clients against a store in memory.
 test-bucket: setup
 	$(BIN)/python -m pytest -m bucket tests/standalone/test_bucket.py tests/analysis/test_sweep_in_bucket.py
+
+# Minutes for each mesh: every program is compiled and its text read.
+test-meshes: setup
+	$(BIN)/python -m pytest -m meshes tests/t5x_host/test_meshes.py
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
