@@ -16,7 +16,7 @@
 # T5X and your gin files must be on every node, with PYTHON as their interpreter. Slurm
 # sends SIGTERM three minutes before the time limit, and before it preempts: the analysis
 # saves its state and leaves with status 143; a training ends with it, too. The job then
-# goes back into the queue, and goes on from the last checkpoint or the saved state.
+# goes back into the queue, and resumes from the last checkpoint or the saved state.
 # DRY_RUN=1, without Slurm, prints the commands of the first process instead.
 set -euo pipefail
 
