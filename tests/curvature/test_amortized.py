@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from t5x_fwdloss import curvature
-from t5x_fwdloss.curvature.products import linearized
+from t5x_fwdloss.curvature.products import linearized, uniform
 
 from . import problems
 
@@ -116,3 +116,58 @@ def test_no_batches_are_refused():
 
 def test_free_memory_is_a_number_of_bytes():
     assert 2**20 < linearized.free_bytes() < 2**50
+
+
+def clipped(params, x):
+    """Layers with `where` and `relu`, one of them in a loop; float32."""
+
+    def layer(x, kernel):
+        return jnp.where(x @ kernel > 0.1, jnp.tanh(x @ kernel), 2.0), None
+
+    x, _ = jax.lax.scan(layer, x, params["loop"])
+    hidden = jax.nn.relu(x @ params["wide"])
+    return jnp.sum(jnp.sin(jnp.pad(hidden, ((0, 0), (0, 3))) @ params["out"]))
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_an_array_of_one_number_is_not_kept(fold):
+    shapes = {"loop": (3, 7, 7), "wide": (7, 11), "out": (14, 2)}
+    rng = np.random.default_rng(0)
+    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    params, x = {name: draw(shape) for name, shape in shapes.items()}, draw((5, 7))
+    linear_map = curvature.hessian_map(clipped)
+    product = curvature.AmortizedProduct(linear_map, params, [(x,)], fold=fold)
+    (residuals,) = product._residuals
+    kept = [a for a in jax.tree.leaves(residuals) if jnp.size(a) > 1]
+    assert kept
+    # Values of the network differ, and a mask that is true everywhere is no float.
+    one_number = [a.shape for a in kept if a.dtype == "float32" and jnp.ptp(a) == 0]
+    assert not one_number
+    assert product.residual_bytes >= sum(a.nbytes for a in kept)
+    assert (5, 11) in [x.shape for x in residuals.others if x]
+    direct = curvature.AmortizedProduct(linear_map, params, [(x,)], memory_budget=0)
+    v = curvature.random_like(0, params)
+    vs = curvature.random_stack(0, [0, 1], params)
+    for got, wanted in (
+        (product(v), direct(v)),
+        (product.stacked(vs), direct.stacked(vs)),
+    ):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(abs(b).max()))
+
+
+@pytest.mark.parametrize("number", [0.0, -2.5, np.nan, np.inf, True, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32", "bool"])
+def test_a_number_that_is_not_kept_comes_back_in_its_type(number, dtype):
+    if not np.isfinite(number) and dtype in ("int32", "bool"):
+        pytest.skip("no such number")
+
+    def function(x):
+        return {"x": x, "same": jnp.full((3, 2), number, dtype), "one": jnp.asarray(2)}
+
+    found = jax.jit(uniform.kept(function, jnp.ones(4)))(jnp.arange(4.0))
+    assert [x.shape for x in found.arrays] == [(), (4,)]
+    again, wanted = found.whole(), function(jnp.arange(4.0))
+    for name, value in wanted.items():
+        assert again[name].dtype == value.dtype
+        np.testing.assert_array_equal(*(np.float64(x) for x in (again[name], value)))

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from t5x_fwdloss.curvature.products import derivatives, folding
+from t5x_fwdloss.curvature.products import derivatives, folding, uniform
 from t5x_fwdloss.curvature.vectors import in_flight, layout, trees
 
 # The fraction of free memory that residuals may take if no budget is given.
@@ -294,10 +294,14 @@ class CompiledMap:
           linear_map: The product, such as `hessian_map(loss)`.
         """
         self._map, self._compiled = linear_map, {}
-        self.one = _Compiled(linear_map.apply, linear_map.direct)
+
+        def apply(residuals, params, v, *args):
+            return linear_map.apply(residuals.whole(), params, v, *args)
+
+        self.one = _Compiled(apply, linear_map.direct)
         self.several = _Compiled(
             lambda residuals, params, vs, *args: jax.vmap(
-                lambda v: linear_map.apply(residuals, params, v, *args)
+                lambda v: apply(residuals, params, v, *args)
             )(vs),
             lambda params, vs, *args: jax.vmap(
                 lambda v: linear_map.direct(params, v, *args)
@@ -305,7 +309,7 @@ class CompiledMap:
         )
 
     def linearized(self, fold: bool, *args: PyTree) -> typing.Any:
-        """The linearization compiled for arguments like these.
+        """The linearization compiled for arguments like these; its residuals are `Kept`.
 
         Args:
           fold: Whether it rewrites the linear functions.
@@ -318,7 +322,8 @@ class CompiledMap:
 
         key = fold, compiled_for(args)
         if key not in self._compiled:
-            self._compiled[key] = jax.jit(linearize).lower(*args).compile()
+            kept = uniform.kept(linearize, *args)
+            self._compiled[key] = jax.jit(kept).lower(*args).compile()
         return self._compiled[key]
 
     def residuals(self, fold: bool, *args: PyTree) -> PyTree:
