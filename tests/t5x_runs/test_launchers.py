@@ -138,6 +138,7 @@ def test_the_dry_run_trains_and_analyzes_on_two_processes_of_two_devices(
         f"--gin_file={tmp_path}/my_network.gin",
         WORK_DIR=str(tmp_path),
         PYTHON=sys.executable,
+        XLA_FLAGS="--xla_backend_optimization_level=0",  # it need not be fast
         TRAIN_ARGS="--gin.train.eval_steps=2",
         ANALYZE_ARGS="--gin.DirectionalDerivatives.num_random=1 "
         "--gin.MEASUREMENTS=[@DirectionalDerivatives(),@Eigenpairs()] "
