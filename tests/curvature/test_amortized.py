@@ -171,3 +171,21 @@ def test_a_number_that_is_not_kept_comes_back_in_its_type(number, dtype):
     for name, value in wanted.items():
         assert again[name].dtype == value.dtype
         np.testing.assert_array_equal(*(np.float64(x) for x in (again[name], value)))
+
+
+@pytest.mark.parametrize("length", [0, 3])
+def test_numbers_are_known_through_loops_and_changes_of_type(length):
+    def function(x):
+        def step(carry, row):
+            del carry
+            return jnp.full(5, 4.0), (jnp.full(6, 3.0), 2 * row)
+
+        last, (same, twice) = jax.lax.scan(step, jnp.zeros(5), x)
+        return last, same, twice, jnp.full(7, 2.5).astype("int32")
+
+    x = jnp.arange(2.0 * length).reshape(length, 2)
+    found = jax.jit(uniform.kept(function, x))(x)
+    assert [a.shape for a in found.arrays] == [(5,), (length, 2)]
+    for a, b in zip(found.whole(), function(x), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
