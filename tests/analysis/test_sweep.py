@@ -210,7 +210,7 @@ def test_the_second_checkpoint_compiles_nothing(tmp_path):
     finally:
         logger.removeHandler(handler)
     # The functions of the objective and of its products, which are its own.
-    own = {f"jit({name})" for name in ("counted", "linearize", "laid_out", "<lambda>")}
+    own = {f"jit({name})" for name in ("counted", "linearize", "apply", "<lambda>")}
     assert own <= compiled[100]
     # Functions of vectors that only the comparison with an earlier step needs.
     assert not own & compiled.get(200, set())

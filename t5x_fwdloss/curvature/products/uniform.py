@@ -91,12 +91,12 @@ def kept(function: Callable[..., PyTree], *args: PyTree) -> Callable[..., Kept]:
     structure = jax.tree.structure(traced.out_info)
     evaluate = core.jaxpr_as_fun(jaxpr)
 
-    def linearized(*args):
+    def linearize(*args):
         found = evaluate(*jax.tree.leaves(args))
         arrays = [x for x, other in zip(found, others, strict=True) if other is None]
         return Kept(arrays, others, structure)
 
-    return linearized
+    return linearize
 
 
 def _numbers(jaxpr, given) -> list[np.ndarray | None]:
