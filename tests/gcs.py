@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import http.server
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -221,6 +222,21 @@ class Running:
 
     store: Store
     environment: dict[str, str]
+
+    def run(self, repository, folder, *command):
+        """What a command printed that ended well, with the clients of this store."""
+        paths = os.pathsep.join([str(repository), str(repository / "tests")])
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | self.environment | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done
 
 
 @contextlib.contextmanager

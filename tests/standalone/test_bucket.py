@@ -5,11 +5,10 @@ on a TPU, speak to a store in memory.
 """
 
 import csv
+import functools
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 
 import gcs
@@ -37,22 +36,7 @@ def ended(repository, tmp_path_factory):
     here, local = folder / "here", folder / "local"
     here.mkdir()
     with gcs.running(folder) as running:
-
-        def run(*command):
-            done = subprocess.run(
-                command,
-                cwd=here,
-                env=os.environ
-                | running.environment
-                | {"PYTHONPATH": f"{repository}{os.pathsep}{repository / 'tests'}"},
-                capture_output=True,
-                text=True,
-                timeout=800,
-                check=False,
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            return done
-
+        run = functools.partial(running.run, repository, here)
         done = run(*PROGRAM, "gs://bucket/run", str(local))
         there = "gs://bucket/run/analysis"
         report = (*REPORT, there)

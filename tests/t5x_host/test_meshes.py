@@ -79,9 +79,8 @@ def test_a_product_sends_about_what_two_gradients_send(found):
         assert sent["stacked gauss_newton"] < 2.2 * sent["linearized gauss_newton"]
 
 
+@pytest.mark.parametrize("found", [ALL], indirect=True)
 def test_probes_are_bit_for_bit_and_numbers_those_of_one_device(found):
-    if len(found) == 1:
-        pytest.skip("measurements are done with `make test-meshes`")
     for case, result in found.items():
         alone = found[f"1x1 {case.split()[1]} 1"]
         assert result["probe"] == alone["probe"]

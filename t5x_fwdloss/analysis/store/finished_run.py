@@ -88,10 +88,5 @@ def _document(path) -> dict[str, Any]:
             f"{path} must be the folder of a run that has finished: {state}."
         )
     document = records.read(results)
-    found = document.get("schema_version", "none")
-    if found != SCHEMA_VERSION:
-        raise files.StorageError(
-            f"{results} must have the schema_version of this version, {SCHEMA_VERSION}: "
-            f"got {found}; another version wrote it, whose report is left as it is."
-        )
+    records.check_schema(results, document, SCHEMA_VERSION)
     return document

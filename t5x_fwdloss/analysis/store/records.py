@@ -44,6 +44,27 @@ def read(path: epath.PathLike) -> dict[str, Any]:
     )
 
 
+def check_schema(
+    path: epath.PathLike, document: Mapping[str, Any], version: int
+) -> None:
+    """Check that a document has the members that this version reads.
+
+    Args:
+        path: its file.
+        document: its content.
+        version: the `schema_version` that this version writes there.
+
+    Raises:
+        StorageError: it has another one, or none.
+    """
+    found = document.get("schema_version", "none")
+    if found != version:
+        raise files.StorageError(
+            f"{path} must have the schema_version of this version, {version}: got "
+            f"{found}; another version wrote it, and it is left as it is."
+        )
+
+
 def arrays(found: Mapping[str, Any], path: epath.PathLike) -> dict[str, np.ndarray]:
     """The arrays of a stored result.
 

@@ -353,13 +353,7 @@ class _Sweep:
             if not path.exists():
                 return None
         found = records.read(path)
-        version = found.get("schema_version", "none")
-        if version != SCHEMA_VERSION:
-            raise files.StorageError(
-                f"{path} must have the schema_version of this version, "
-                f"{SCHEMA_VERSION}: got {version}; another version wrote it, whose "
-                "sweep is left as it is."
-            )
+        records.check_schema(path, found, SCHEMA_VERSION)
         names = identity.differences(found["fingerprint"], self._identity)
         if names:
             raise ValueError(
