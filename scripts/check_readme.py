@@ -1,6 +1,7 @@
 """Checks pages: doctests pass, links and files exist, make targets and macros too.
 
-Every Python snippet is a doctest. `tests/test_commands.py` reads the commands.
+Every Python snippet is a doctest, or the line above it names the test that runs it, as
+`<!-- run by tests/test_x.py -->`. `tests/test_commands.py` reads the commands.
 
 python scripts/check_readme.py README.md docs/*.md
 """
@@ -47,8 +48,11 @@ def problems(path: pathlib.Path) -> list[str]:
     for name in sorted(set(re.findall(r"\bscripts/[\w.]+\.(?:py|sh)\b", text))):
         if not (ROOT / name).exists():
             found.append(f"{name} does not exist")
-    for snippet in re.findall(r"(?ms)^```python\n(.*?)^```", text):
-        if not snippet.startswith(">>> "):
+    snippets = r"(?ms)(?:^<!-- run by (tests/[\w/]+\.py) -->\n)?^```python\n(.*?)^```"
+    for test, snippet in re.findall(snippets, text):
+        if test and not (ROOT / test).exists():
+            found.append(f"{test} does not exist")
+        elif not test and not snippet.startswith(">>> "):
             found.append(f"a snippet is not a doctest: {snippet.splitlines()[0]}")
     sources = _sources()
     for name in sorted(set(re.findall(r"`([A-Z]+_[A-Z_]+)\b", text))):

@@ -75,7 +75,9 @@ def test_a_snippet_a_macro_and_a_heading_that_do_not_exist_are_found(
 ):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A page\n```python\nx = 1\n```\nThe macro `NO_SUCH_NAME`, "
+        "# A page\n```python\nx = 1\n```\n<!-- run by tests/test_no_such.py -->\n"
+        "```python\ny = 2\n```\n<!-- run by tests/test_commands.py -->\n"
+        "```python\nz = 3\n```\nThe macro `NO_SUCH_NAME`, "
         "[here](#a-page) and [there](#another-page).\n"
     )
     done = subprocess.run(
@@ -86,6 +88,9 @@ def test_a_snippet_a_macro_and_a_heading_that_do_not_exist_are_found(
     )
     assert done.returncode == 1
     assert "is not a doctest: x = 1" in done.stderr
+    assert "y = 2" not in done.stderr
+    assert "tests/test_no_such.py does not exist" in done.stderr
+    assert "z = 3" not in done.stderr
     assert "has NO_SUCH_NAME" in done.stderr
     assert "no heading another-page" in done.stderr
     assert "no heading a-page" not in done.stderr
