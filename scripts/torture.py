@@ -27,6 +27,7 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -34,7 +35,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from t5x_fwdloss import analysis, tasks
 from t5x_fwdloss.analysis import preemption
@@ -164,7 +165,7 @@ def run_together(checkpoint, folder, name, port, index) -> int:
     jax.distributed.initialize(
         f"localhost:{port}", 2, index, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
     )
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2)), ("data", "model"))
 
     def placed(tree, *axes):
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
@@ -212,6 +213,8 @@ def start(function, *args, log) -> int:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
         status = function(*args)
+    except Exception:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
