@@ -28,6 +28,7 @@ from t5x_fwdloss.losses.log_normalizer import (
 from t5x_fwdloss.losses.primitives.axis_types import laid_out_like
 from t5x_fwdloss.losses.primitives.token_map import token_map
 from t5x_fwdloss.losses.targets import (
+    class_indices,
     cleared,
     label_mask,
     on_and_off_values,
@@ -108,6 +109,22 @@ def against_targets(values, logits, labels, label_smoothing):
     return jnp.sum(jnp.where(on_label, on_value * values, rest), axis=-1)
 
 
+def _mass(logits, labels, label_smoothing):
+    """The sum of each token's target row, classes at -inf left out of the smoothing.
+
+    Without smoothing it is a matter of the label alone. A sum over the row of targets,
+    which no sharded array is part of, would be made for all tokens on each device.
+    """
+    vocab_size = logits.shape[-1]
+    on_value, off_value = on_and_off_values(label_smoothing, vocab_size)
+    if off_value:
+        ones = jnp.ones_like(logits)
+        return against_targets(ones, logits, labels, label_smoothing)
+    labels = class_indices(labels)
+    has_class = (labels >= 0) & (labels < vocab_size)
+    return jnp.where(has_class, jnp.asarray(on_value, logits.dtype), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Terms:
     """(C, l, m, S) of each token, a map over tokens."""
@@ -119,14 +136,10 @@ class _Terms:
         del linear
         logits = cleared(logits.astype(accumulation_dtype(logits.dtype)), labels)
         shift, log_sum = shifted_log_sum(logits)
-        against = functools.partial(
-            against_targets,
-            logits=logits,
-            labels=labels,
-            label_smoothing=self.label_smoothing,
-        )
-        mass = against(jnp.ones_like(logits))
-        cross_entropy = mass * log_sum - against(logits - shift[..., None])
+        mass = laid_out_like(_mass(logits, labels, self.label_smoothing), log_sum)
+        shifted = logits - shift[..., None]
+        against = against_targets(shifted, logits, labels, self.label_smoothing)
+        cross_entropy = mass * log_sum - against
         return [cross_entropy, log_sum, shift, mass]
 
 

@@ -73,12 +73,26 @@ def test_derivatives_of_any_order_are_those_of_the_program():
 
 @pytest.mark.usefixtures("block_elements")
 @pytest.mark.parametrize("axes", [(0, 0, 0), (None, 0, 1), (1, None, None)], ids=str)
-def test_a_mapped_axis_becomes_more_tokens(axes):
+def test_a_mapped_axis_is_mapped_in_every_derivative(axes):
     def spread(arg, axis):
         return arg if axis is None else jnp.stack([arg, 2 * arg, 3 * arg], axis)
 
     args = [spread(a, axis) for a, axis in zip(example(), axes, strict=True)]
     assert_equal(lambda f: jax.vmap(f, in_axes=axes), *args)
+    mapped = lambda f: (
+        lambda *a: sum(jnp.sum(jnp.sin(r)) for r in jax.vmap(f, in_axes=axes)(*a))
+    )
+    pull = lambda f: jax.grad(f, argnums=(0, 1, 2))
+    push = lambda f: lambda *a: jax.jvp(f, a, a)[1]
+    assert_equal(lambda f: jax.jit(push(pull(mapped(f)))), *args)
+
+
+def test_an_argument_that_is_not_mapped_is_not_repeated():
+    z, w, x = example()
+    mapped = jax.vmap(evaluate, in_axes=(None, None, 0))
+    equations = jax.make_jaxpr(mapped)(z, w, jnp.stack([x, x])).eqns
+    (equation,) = [e for e in equations if e.primitive is token_map.token_map_p]
+    assert [v.aval.shape for v in equation.invars] == [(6, 4), (6,), (6, 2, 4)]
 
 
 @pytest.mark.parametrize(
@@ -106,23 +120,29 @@ mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisTyp
 put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
 logits = jax.random.normal(jax.random.key(0), (4, 6, 32))
 labels = jax.random.randint(jax.random.key(1), (4, 6), 0, 32)
-loss = lambda z, y: compute_weighted_cross_entropy(z, y, None, 0.1, 0.01, impl="custom_jvp")[0]
+def derivatives(smoothing, z, y):
+    f = lambda z: compute_weighted_cross_entropy(
+        z, y, None, smoothing, 0.01, impl="custom_jvp")[0]
+    product = lambda v: jax.jvp(jax.grad(f), (z,), (v,))[1]
+    stacked = jax.vmap(product)(jnp.stack([z, 2 * z, jnp.sin(z)]))
+    return jax.value_and_grad(f)(z), product(z), stacked
 
-def derivatives(z, y):
-    f = lambda z: loss(z, y)
-    return jax.value_and_grad(f)(z), jax.jvp(jax.grad(f), (z,), (z,))[1]
-
-expected = derivatives(logits, labels)
 sharded = put(logits, "data", None, "model"), put(labels, "data", None)
-compiled = jax.jit(derivatives).lower(*sharded).compile()
-for a, b in zip(jax.tree.leaves(compiled(*sharded)), jax.tree.leaves(expected)):
-    assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
-assert "all-gather" not in compiled.as_text()
-assert "while" not in compiled.as_text()
+for smoothing in (0.1, 0.0):
+    expected = derivatives(smoothing, logits, labels)
+    compiled = jax.jit(derivatives, static_argnums=0).lower(smoothing, *sharded).compile()
+    for a, b in zip(jax.tree.leaves(compiled(*sharded)), jax.tree.leaves(expected)):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
+    text = compiled.as_text()
+    assert "all-gather" not in text
+    assert "while" not in text
+    # A device has [2, 6] tokens and 16 classes.
+    for whole in ("[2,6,32]", "[12,32]", "[4,6,32]", "[24,32]"):
+        assert whole not in text, (smoothing, whole)
 """
 
 
-def test_a_sharded_vocabulary_and_batch_are_neither_gathered_nor_cut_into_blocks():
+def test_a_sharded_vocabulary_and_batch_are_neither_gathered_nor_cut_nor_made_whole():
     finished = subprocess.run(
         [sys.executable, "-c", ON_A_MESH],
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},

@@ -77,6 +77,21 @@ class _Transpose:
         return list(jax.linear_transpose(of_linear, *like)(list(linear)))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A map over tokens for many values, `[tokens, many, ...]`, of some arguments."""
+
+    program: Program
+    is_mapped: tuple[bool, ...]  # of all arguments
+
+    def __call__(self, residuals, linear):
+        def results(*args):
+            return self.program(args[: len(residuals)], args[len(residuals) :])
+
+        axes = [1 if mapped else None for mapped in self.is_mapped]
+        return jax.vmap(results, axes, 1)(*residuals, *linear)
+
+
 def _at_once(*args, program, num_residuals):
     return list(program(args[:num_residuals], args[num_residuals:]))
 
@@ -176,19 +191,19 @@ def _transpose(cotangents, *args, program, num_residuals):
     return [None] * num_residuals + found
 
 
-def _batch(args, axes, **params):
-    """Merges the mapped axis into the tokens: a map over tokens treats all alike."""
-    sizes = [
-        a.shape[axis] for a, axis in zip(args, axes, strict=True) if axis is not None
+def _batch(args, axes, *, program, num_residuals):
+    """Maps the program: the mapped axis follows the tokens, where an argument has it.
+
+    Merged with the tokens it would cut through the batch, and on a mesh the compiler
+    would gather all of it; arguments without it would be repeated.
+    """
+    moved = [
+        arg if axis is None else jnp.moveaxis(arg, axis, 1)
+        for arg, axis in zip(args, axes, strict=True)
     ]
-
-    def fold(arg, axis):
-        arg = batching.bdim_at_front(arg, axis, sizes[0])
-        return arg.reshape(-1, *arg.shape[2:])
-
-    results = token_map_p.bind(*map(fold, args, axes), **params)
-    unfold = lambda r: r.reshape(sizes[0], -1, *r.shape[1:])
-    return [unfold(result) for result in results], [0] * len(results)
+    mapped = _Mapped(program, tuple(axis is not None for axis in axes))
+    results = token_map_p.bind(*moved, program=mapped, num_residuals=num_residuals)
+    return results, [1] * len(results)
 
 
 def _lower_for_cpu(ctx, *args, **params):
