@@ -7,7 +7,7 @@ QUICKSTART_DIR ?= quickstart
 # The files that are checked: everything of ours, found by git, never listed by hand.
 SOURCES := t5x_fwdloss configs tests scripts typings setup.py
 
-.PHONY: help setup t5x quickstart test test-t5x-own test-bucket test-meshes lint format bench clean
+.PHONY: help setup t5x quickstart test test-t5x-own test-bucket test-meshes test-peers lint format bench clean
 
 help:
 	@echo "setup       make $(VENV) from constraints.txt (nothing to do when up to date)"
@@ -17,6 +17,7 @@ help:
 	@echo "test-t5x-own T5X's own tests with our losses and models in their place"
 	@echo "test-meshes every measurement of a T5 on meshes of eight simulated devices"
 	@echo "test-bucket a run and a sweep with everything in a bucket, against a store in memory"
+	@echo "test-peers  Hugging Face's checkpoints against transformers, with PyTorch for CPUs"
 	@echo "lint        ruff, codespell, basedpyright"
 	@echo "format      ruff format and import order"
 	@echo "bench       measure again what README.md's tables say, and write them: an hour or two"
@@ -67,6 +68,13 @@ test-bucket: setup
 # Minutes for each mesh: every program is compiled and its text read.
 test-meshes: setup
 	$(BIN)/python -m pytest -m meshes tests/t5x_host/test_meshes.py
+
+# PyTorch's own index, since the package indexes have the builds for GPUs: gigabytes.
+test-peers: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --index-url https://download.pytorch.org/whl/cpu torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[peers]'
+	$(BIN)/python -m pytest -m peers tests/standalone/test_hugging_face_peers.py
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

@@ -41,6 +41,7 @@ setuptools.setup(
         "numpy",
         "optax",
         "orbax-checkpoint",
+        "safetensors",
         "scipy",
         "seqio",
         "tqdm",
@@ -57,6 +58,8 @@ setuptools.setup(
         ],
         # What Orbax asks a bucket (gs://) with, in which the standalone host trains.
         "gcs": ["google-cloud-storage"],
+        # What our numbers are compared with; PyTorch from its index of CPU wheels.
+        "peers": ["torch", "transformers"],
         # What T5X's own tests import with T5's tasks; T5 itself, whose requirements are
         # nightly builds that exclude these, is installed without them by the Makefile.
         "t5x-own-tests": [

@@ -33,7 +33,7 @@ from t5x_fwdloss.analysis.sweep import steps as steps_lib
 from t5x_fwdloss.command_line import compilation_cache, initialization
 from t5x_fwdloss.command_line.batch_of_ones import batch_of_ones
 from t5x_fwdloss.loss_mixin import check_no_other_loss
-from t5x_fwdloss.standalone import checkpoints, data
+from t5x_fwdloss.standalone import checkpoints, data, hugging_face
 from t5x_fwdloss.standalone.model import StandaloneModel
 
 RUN_FILE = "t5x_fwdloss/configs/standalone/analyze.gin"
@@ -85,7 +85,8 @@ def analyze(
         model: the network and its loss, which needs forward mode.
         dataset: the source of the batches.
         checkpoint_path: a folder `checkpoint_<step>`, of T5X or of the standalone
-            training, or a folder of these, of which the latest is taken.
+            training, or a folder of these, of which the latest is taken, or a folder
+            in Hugging Face's format.
         output_dir: folder of results; a run that was stopped resumes there.
         measurements: from `t5x_fwdloss.analysis`.
         num_batches: batches of the objective, the first of the split.
@@ -122,6 +123,7 @@ def analyze(
     measurement_list.check_forward_mode(measurements, model.loss_settings)
     _check_optimizer(optimizer, measurements)
     data.check_vocabulary(dataset, model.vocab_size)
+    hugging_face.check_network(checkpoint_path, model.module)
     if plan:
         ones = batch_of_ones(
             seqio.EncDecFeatureConverter(pack=dataset.pack),

@@ -18,6 +18,7 @@ from etils import epath
 
 from t5x_fwdloss.analysis.objective import parameters
 from t5x_fwdloss.analysis.store import files
+from t5x_fwdloss.standalone import hugging_face
 
 PREFIX = "checkpoint"
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax is writing
@@ -81,6 +82,8 @@ def save(manager: ocp.CheckpointManager, step: int, params, optimizer_state) -> 
 def find(path: str) -> epath.Path:
     """The folder `checkpoint_<step>` at a path: itself, or the latest in it.
 
+    A checkpoint in Hugging Face's format is the folder itself.
+
     Raises:
         ValueError: if there is none, listing what is there, or if it is of T5X's older
             format.
@@ -95,6 +98,8 @@ def find(path: str) -> epath.Path:
         )
     if _step(folder) is None:
         found = [folder / name for name in names if _step(folder / name) is not None]
+        if not found and hugging_face.is_checkpoint(folder):
+            return folder
         if not found:
             there = (
                 f"it holds {', '.join(names) or 'nothing'}"
@@ -128,12 +133,16 @@ def _step(folder: epath.Path) -> int | None:
 def restore_params(path: str, like: Any) -> tuple[int, Any]:
     """The step and the parameters of a checkpoint, written by T5X or by us.
 
+    Or by the library transformers of Hugging Face, which keeps no step: 0.
+
     Args:
         path: as in `find`.
         like: the model's parameters, or their shapes and dtypes, which must
             be the same; each leaf is restored with the sharding given here, if any.
     """
     folder = find(path)
+    if hugging_face.is_checkpoint(folder):
+        return 0, hugging_face.restore_params(folder, like)
     stored = _stored(folder / "state")
     with files.reading(folder / "state"):
         found = _shapes(stored["target"])

@@ -19,6 +19,7 @@ from t5x_fwdloss.analysis import settings
 
 NUM_BUCKETS = 32
 MAX_DISTANCE = 128
+NORM_EPSILON = 1e-6
 MASKED = -1e10  # added to scores; finite, so that a fully masked row has no NaN
 
 FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -46,7 +47,12 @@ RATE = settings.Rule("from 0 to below 1", lambda x: 0 <= x < 1)
 
 @dataclasses.dataclass(frozen=True)
 class T5Config:
-    """Sizes and choices; the fields have T5X's names and meaning."""
+    """Sizes and choices; the fields have T5X's names and meaning, but for the last two.
+
+    `relative_bias_per_layer` gives each layer its own table of relative positions, as in
+    umT5, and `scale_tied_logits` = False leaves out the division of tied logits by
+    sqrt(embed), as in networks of Hugging Face that tie a head of T5 1.1.
+    """
 
     vocab_size: settings.Positive
     dtype: Annotated[Any, FLOATING] = "float32"
@@ -60,6 +66,8 @@ class T5Config:
     dropout_rate: Annotated[float, RATE] = 0.1
     logits_via_embedding: bool = False
     float32_attention_logits: bool = False
+    relative_bias_per_layer: bool = False
+    scale_tied_logits: bool = True
 
     def __post_init__(self):
         """Checks the type and range of every field (`ValueError`)."""
@@ -177,6 +185,11 @@ class Layer(nn.Module):
         """The layer's output, `[batch, length, embed]`."""
         cfg = self.config
         crosses = encoded is not None
+        if cfg.relative_bias_per_layer:
+            relpos_bias = RelativePositionBias(
+                cfg.num_heads, bidirectional=not crosses, name="relpos_bias"
+            )
+            bias = relpos_bias(x.shape[-2])
 
         def add(x, norm_name, block):
             y = block(norm(cfg, norm_name)(x))
@@ -205,7 +218,7 @@ def dense(cfg: T5Config, features: int, name: str, init: Any = FAN_IN_TRUNCATED)
 
 def norm(cfg: T5Config, name: str) -> nn.RMSNorm:
     """T5's layer norm: no mean, no bias."""
-    return nn.RMSNorm(epsilon=1e-6, dtype=cfg.dtype, name=name)
+    return nn.RMSNorm(epsilon=NORM_EPSILON, dtype=cfg.dtype, name=name)
 
 
 def dropout(cfg: T5Config) -> nn.Dropout:

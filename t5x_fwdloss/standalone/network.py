@@ -48,10 +48,12 @@ class Stack(nn.Module):
     def __call__(self, tokens, mask, deterministic, encoded=None, cross_mask=None):
         """The encoder's states `[batch, length, embed]`, or the decoder's logits."""
         cfg = self.config
-        relpos_bias = layers.RelativePositionBias(
-            cfg.num_heads, bidirectional=not self.is_decoder, name="relpos_bias"
-        )
-        bias = relpos_bias(tokens.shape[-1])
+        bias = None  # each layer has its own
+        if not cfg.relative_bias_per_layer:
+            relpos_bias = layers.RelativePositionBias(
+                cfg.num_heads, bidirectional=not self.is_decoder, name="relpos_bias"
+            )
+            bias = relpos_bias(tokens.shape[-1])
         x = self.embedder(tokens)
         x = layers.dropout(cfg)(x, deterministic=deterministic).astype(cfg.dtype)
         count = cfg.num_decoder_layers if self.is_decoder else cfg.num_encoder_layers
@@ -65,7 +67,8 @@ class Stack(nn.Module):
         if not self.is_decoder:
             return x
         if cfg.logits_via_embedding:
-            return self.embedder.attend(x) / jnp.sqrt(x.shape[-1])
+            logits = self.embedder.attend(x)
+            return logits / jnp.sqrt(x.shape[-1]) if cfg.scale_tied_logits else logits
         head = nn.Dense(
             cfg.vocab_size,
             use_bias=False,

@@ -28,7 +28,7 @@ from t5x_fwdloss.analysis.objective.finite import NonFiniteLossError
 from t5x_fwdloss.analysis.store import files, lock
 from t5x_fwdloss.curvature.vectors import probes, trees
 from t5x_fwdloss.progress import Progress
-from t5x_fwdloss.standalone import checkpoints, data, probing
+from t5x_fwdloss.standalone import checkpoints, data, hugging_face, probing
 from t5x_fwdloss.standalone.model import StandaloneModel
 from t5x_fwdloss.training import chosen, forward_gradient
 from t5x_fwdloss.training import probes as training_probes
@@ -119,6 +119,8 @@ def train(
     checkpoints.check_place(model_dir)
     key = probes.as_key(seed)
     data.check_vocabulary(dataset, model.vocab_size)
+    if initial_checkpoint_path is not None:
+        hugging_face.check_network(str(initial_checkpoint_path), model.module)
     if curvature_period is not None:
         probing.check(model, optimizer, learning_rate)
         _check_pieces(noise_pieces, dataset.batch_size)
